@@ -11,6 +11,7 @@ from fedcover.runs.machine import Machine
 from fedcover.runs.setup import prepare
 from fedcover.server.round import initial_state
 from fedcover.server.round_setup import Setup
+from fedcover.submodels.cost import WeightUses
 from fedcover.types import Samples, Shard, State
 
 SMALL_MODELS = {
@@ -88,7 +89,9 @@ def world(model: str = "mlp", /, **fields: object) -> tuple[Setup, State]:
         defaults["recipe"] = "depthfl"
     setup = prepare(Experiment(**{**defaults, **fields}), Machine(device="cpu").resolved())
     setup.task.model.module.double()
-    setup = replace(setup, task=replace(setup.task, source=Doubled(setup.task.source)))
+    source = Doubled(setup.task.source)
+    uses = WeightUses(setup.task.model.module, source.test.x.shape[1:], source.test.x.dtype)
+    setup = replace(setup, task=replace(setup.task, source=source), uses=uses)
     return setup, initial_state(setup)
 
 

@@ -3,6 +3,7 @@ what they rule.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.registry import options_of
-from fedcover.server.aggregation import OVER, RULES, SUMMABLE_RULES, coverage_mean, median
+from fedcover.server.aggregation import OVER, RULES, SUMMABLE_RULES, coverage_mean, trimmed_mean
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.contracts import build_rule
 from fedcover.server.evaluation import evaluate
@@ -93,18 +94,6 @@ class TestEveryRule:
         old, parts = tensors(draw), parts_of(draw, 5)
         same(rule(old, parts), rule(old, parts[::-1]), 1e-12)
 
-    def test_rule_on_full_coverage_is_federated_averaging(self, rule):
-        if rule is median:
-            pytest.skip("a median is no mean")
-        draw = torch.Generator().manual_seed(0)
-        old, sent = tensors(draw), [tensors(draw) for _ in range(4)]
-        new = rule(old, [(Masks({}), values, 1.0) for values in sent])
-        same(
-            new,
-            {name: torch.stack([values[name] for values in sent]).mean(0) for name in old},
-            1e-12,
-        )
-
     def test_rule_without_clients_changes_nothing(self, rule):
         old = tensors(torch.Generator().manual_seed(0))
         same(rule(old, []), old)
@@ -132,6 +121,22 @@ class TestEveryRule:
             for mask, values, weight in clean
         ]
         same(rule(old, poisoned), rule(old, clean))
+
+
+AVERAGES = {
+    **{name: make() for name, make in SUMMABLE_RULES.items()},
+    "trimmed_mean of nothing": partial(trimmed_mean, share=0.0),
+}
+"""Rules that are means: those that can be summed, and the trimmed mean where it trims nothing."""
+
+
+@pytest.mark.parametrize("rule", AVERAGES.values(), ids=AVERAGES.keys())
+def test_rule_on_full_coverage_is_federated_averaging(rule):
+    draw = torch.Generator().manual_seed(0)
+    old, sent = tensors(draw), [tensors(draw) for _ in range(4)]
+    new = rule(old, [(Masks({}), values, 1.0) for values in sent])
+    means = {name: torch.stack([values[name] for values in sent]).mean(0) for name in old}
+    same(new, means, 1e-12)
 
 
 @given(seed=st.integers(0, 10_000), clients=st.integers(1, 6))

@@ -10,16 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import FileStore
 
-from fedcover.policies import POLICIES
+from fedcover.models.norms import NORMS, statistics_key
 from fedcover.runs.launch import join_process_group
 from fedcover.runs.machine import num_useful_processes, physical_cores
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.collectives import ProcessGroup, shard_by_cost
+from fedcover.server.optimizers import SERVERS
 from fedcover.server.sharded_round import training_cost
 from fedcover.training.recipes import RECIPES
 from fedcover.types import Assignment
 from tests.helpers.repository import ROOT
 from tests.helpers.second_process import setup_of, share_rounds, tensors_of, two_rounds
+from tests.helpers.tables import EVERY_POLICY, EVERY_RECIPE, EVERY_RULE, model_for
 from tests.helpers.worlds import same, world
 
 
@@ -56,60 +58,41 @@ def agree(process_group, model="mlp", engine="sequential", **fields):
     return rounds[-1][0]
 
 
-OPTIONS = {
-    "regions": "regions(codename='147256')",
-    "prunefl": "prunefl(every=1)",
-    "planned": "planned(gamma=1)",
-}
+@pytest.mark.parametrize("name", EVERY_POLICY)
+def test_sharded_round_of_every_policy(process_group, name):
+    fields = {"fleet": "3x1.0 + 3x0.5", "assignment": "slot", **EVERY_POLICY[name]}
+    agree(process_group, **fields)
 
 
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_sharded_round_of_every_policy(process_group, policy):
-    fleet = {"prunefl": "1x0.5", "regions": "1x1 + 1x0.75 + 1x0.5 + 1x0.75 + 2x0.5"}.get(
-        policy, "3x1.0 + 3x0.5"
-    )
-    agree(process_group, policy=OPTIONS.get(policy, policy), fleet=fleet, assignment="slot")
+@pytest.mark.parametrize("name", EVERY_RECIPE)
+def test_sharded_round_of_every_recipe(process_group, name):
+    state = agree(process_group, model_for(name), epochs=1, **EVERY_RECIPE[name])
+    recipe = RECIPES[name]()
+    assert bool(state.private) == recipe.chooses
+    assert bool(state.measured) == bool(recipe.measures)
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
-def test_sharded_round_of_every_recipe(process_group, recipe):
-    fields = {
-        "prunefl": {"recipe": "prunefl(every=1)", "policy": "prunefl(every=1)", "fleet": "1x0.5"},
-        "hermes": {"recipe": "hermes(step=0.5, good_enough=0.0)", "policy": "full"},
-        "fiarse": {"recipe": "fiarse", "policy": "magnitude"},
-    }.get(recipe, {"recipe": recipe, "policy": "prefix"})
-    state = agree(
-        process_group, "depth_resnet" if recipe == "depthfl" else "mlp", epochs=1, **fields
-    )
-    assert bool(state.private) == (recipe == "hermes")
-    assert bool(state.measured) == (recipe == "prunefl")
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        "coverage_mean(over=clients)",
-        "coverage_mean(over=moved)",
-        "trimmed_mean(share=0.2)",
-        "median",
-    ],
-)
+@pytest.mark.parametrize("rule", EVERY_RULE)
 def test_sharded_round_of_every_rule(process_group, rule):
     agree(process_group, policy="random", rule=rule, weights="samples")
 
 
-@pytest.mark.parametrize("norm", ["batch", "tracked", "per-width"])
+@pytest.mark.parametrize("norm", NORMS)
 def test_sharded_round_of_norm_statistics(process_group, norm):
     state = agree(
         process_group, "wide_resnet", policy="prefix", norm=norm, epochs=1, clients=6, active=3
     )
-    assert bool(state.statistics) == (norm != "batch")
+    assert bool(state.statistics) == (statistics_key(norm, 1.0) is not None)
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_sharded_round_of_every_server(process_group, server):
+    agree(process_group, policy="rolling", server=server)
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"server": "adam"},
         {"uncovered": "zero", "server": "momentum"},
         {"drop_out": 0.5},
         {"drop_out": 0.999},

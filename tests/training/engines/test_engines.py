@@ -19,15 +19,14 @@ from fedcover.training.engines.sgd_step import _ForeachCast
 from fedcover.training.engines.streams import streams
 from fedcover.types import Engine, Recipe
 from tests.helpers.engines import RECIPES, SEATED, TORCH_WARNS, UNCOMPILED, UNEQUAL, agree
+from tests.helpers.tables import EVERY_POLICY
 from tests.helpers.worlds import world
 
 
-@pytest.mark.parametrize(
-    "policy", ["full", "prefix", "rolling(spread=true)", "random", "magnitude", "planned"]
-)
+@pytest.mark.parametrize("name", EVERY_POLICY)
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
-def test_reductions_equal_sequential(model, policy, fast):
-    agree(*world(model, policy=policy), fast)
+def test_reductions_equal_sequential(model, name, fast):
+    agree(*world(model, **EVERY_POLICY[name]), fast)
 
 
 @pytest.mark.filterwarnings(
