@@ -13,7 +13,7 @@ from fedcover.runs.sweep import expand_choices
 from fedcover.server.grid_noise import keyed_stream
 from fedcover.server.privacy import private_mean
 from fedcover.submodels.reductions import Masks
-from fedcover.training.engines.runners import get_runner_cache
+from fedcover.training.engines.runners import RUNNER_POOL
 from tests.helpers import kernel_twin
 from tests.helpers.worlds import same
 
@@ -154,7 +154,7 @@ def test_images_are_trained_in_crews_by_default():
     task = fc.run(experiment(SETTINGS["images"], 1), machine=fc.Machine(device="cuda")).setup.task
     assert {
         place.workspace.step.stacked_kernels
-        for place in get_runner_cache(task).runners.values()
+        for place in RUNNER_POOL.cache_for(task).runners.values()
         if place.workspace.stack_size
     } == {True}
 
@@ -170,7 +170,7 @@ def test_captured_steps_are_reused_when_widths_change(caplog):
         "active": 6,
     }
     result = fc.run(experiment(fields, 12), machine=fc.Machine("streams", "cuda"))
-    runners = get_runner_cache(result.setup.task).runners
+    runners = RUNNER_POOL.cache_for(result.setup.task).runners
     assert len({place.workspace.signature for place in runners.values()}) == 3
     assert len(runners) <= 18
     assert not caplog.records

@@ -13,7 +13,7 @@ import fedcover as fc
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.server.round import initial_state, run_round
 from fedcover.training.engines import grouping, ragged
-from fedcover.training.engines.runners import get_runner_cache
+from fedcover.training.engines.runners import RUNNER_POOL
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.sgd_step import _ForeachCast
 from fedcover.training.engines.streams import streams
@@ -151,7 +151,7 @@ def test_runners_are_reused_when_capacities_move():
     setup = replace(setup, engine=Engine(streams))
     for _ in range(8):
         state, _ = run_round(setup, state)
-    cache = get_runner_cache(setup.task)
+    cache = RUNNER_POOL.cache_for(setup.task)
     calls = {runner.workspace.signature for runner in cache.runners.values()}
     assert len(calls) == 3  # one for each width
     before = list(cache.runners)
@@ -163,7 +163,7 @@ def test_runner_cache_is_bounded(monkeypatch):
     monkeypatch.setattr("fedcover.training.engines.runners.MAX_RUNNERS", 3)
     setup, state = world("mlp", policy="prefix")
     agree(setup, state, streams, rounds=3)
-    assert len(get_runner_cache(setup.task).runners) == 3
+    assert len(RUNNER_POOL.cache_for(setup.task).runners) == 3
 
 
 def test_later_stacks_use_only_compiled_sizes(monkeypatch):
@@ -171,7 +171,7 @@ def test_later_stacks_use_only_compiled_sizes(monkeypatch):
     setup, state = world("mlp", policy="full", fleet="1x1", drop_out=0.3, rounds=6)
     agree(setup, state, UNCOMPILED, rounds=6)
     stack_sizes = {
-        runner.workspace.stack_size for runner in get_runner_cache(setup.task).runners.values()
+        runner.workspace.stack_size for runner in RUNNER_POOL.cache_for(setup.task).runners.values()
     }
     assert len(stack_sizes) == 1
 

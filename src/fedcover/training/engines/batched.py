@@ -28,9 +28,9 @@ from fedcover.training.engines.grouping import (
 )
 from fedcover.training.engines.ragged import train_ragged
 from fedcover.training.engines.runners import (
+    RUNNER_POOL,
     RunnerCache,
     StepRunner,
-    get_runner_cache,
     raise_on_divergence,
     run_steps,
 )
@@ -56,7 +56,7 @@ def batched(
     """
     jobs = [ClientJob(Assignment(task, state, client, reduction), lr) for client, reduction in work]
     try:
-        results, alone = train_stacked(jobs, get_runner_cache(task), precision, backend)
+        results, alone = train_stacked(jobs, RUNNER_POOL.cache_for(task), precision, backend)
     except UnsupportedByEngine as reason:
         if is_on_gpu(jobs):
             warn_once(f"{reason}, so every client trains by itself on a stream of its own")

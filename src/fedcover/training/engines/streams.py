@@ -18,9 +18,9 @@ from fedcover.training.engines.client_inputs import (
 )
 from fedcover.training.engines.compilation import cuda_graph_backend, eager_backend
 from fedcover.training.engines.runners import (
+    RUNNER_POOL,
     RunnerCache,
     StepRunner,
-    get_runner_cache,
     raise_on_divergence,
     run_steps,
 )
@@ -47,7 +47,7 @@ def streams(
     jobs = [ClientJob(Assignment(task, state, client, reduction), lr) for client, reduction in work]
     num_done = 0
     try:
-        results = train_on_streams(jobs, get_runner_cache(task), precision)
+        results = train_on_streams(jobs, RUNNER_POOL.cache_for(task), precision)
         for update in raise_on_divergence(results):
             yield update
             num_done += 1
