@@ -75,9 +75,9 @@ WRONG = [
 
 @pytest.mark.parametrize("text", WRONG, ids=range(len(WRONG)))
 def test_wrong_fleet_text_is_refused(text):
-    with pytest.raises(InvalidValue, match=r"^fleet must look like '4x1.0 \+ 6x0.75'") as caught:
+    with pytest.raises(InvalidValue, match=r"^fleet must look like '4x1.0 \+ 6x0.75'") as exc_info:
         Fleet.parse(text)
-    assert str(caught.value).endswith(f"got {text!r}")
+    assert str(exc_info.value).endswith(f"got {text!r}")
 
 
 @settings(max_examples=200)
@@ -108,14 +108,14 @@ def test_scaled_fleet_has_the_size_and_the_mixture(fleet, clients):
     distinct = Fleet(fleet.counts, tuple(1 / (kind + 1) for kind in range(len(fleet.counts))))
     scaled = distinct.scaled(clients)
     assert sum(scaled.counts) == clients
-    found = dict(zip(scaled.capacities, scaled.counts, strict=True))
+    result = dict(zip(scaled.capacities, scaled.counts, strict=True))
     total = sum(distinct.counts)
     for count, capacity in zip(distinct.counts, distinct.capacities, strict=True):
         assert (
-            abs(found.get(capacity, 0) * total - count * clients) < total
+            abs(result.get(capacity, 0) * total - count * clients) < total
         )  # within one device, exactly
     assert all(scaled.counts)
-    assert list(scaled.capacities) == [c for c in distinct.capacities if c in found]
+    assert list(scaled.capacities) == [c for c in distinct.capacities if c in result]
 
 
 def test_scaled_fleet_is_exact_beyond_floats():
@@ -131,12 +131,12 @@ def test_scaled_fleet_merges_kinds_of_one_capacity(fleet, clients):
     merged = Counter()
     for count, capacity in zip(fleet.counts, fleet.capacities, strict=True):
         merged[capacity] += count
-    wanted = Fleet(tuple(merged.values()), tuple(merged)).scaled(clients)
+    expected = Fleet(tuple(merged.values()), tuple(merged)).scaled(clients)
     scaled = fleet.scaled(clients)
-    found = Counter()
+    result = Counter()
     for count, capacity in zip(scaled.counts, scaled.capacities, strict=True):
-        found[capacity] += count
-    assert found == Counter(dict(zip(wanted.capacities, wanted.counts, strict=True)))
+        result[capacity] += count
+    assert result == Counter(dict(zip(expected.capacities, expected.counts, strict=True)))
 
 
 def test_scaled_fleet_keeps_small_kinds():

@@ -46,9 +46,9 @@ TABLE = {"window": window, "needs": needs}
 @given(names, st.dictionaries(names.map(lambda n: f"o_{n}"), literals, max_size=3))
 def test_spec_text_is_parsed_as_written(name, options):
     text = f"{name}({', '.join(f'{key}={written(value)}' for key, value in options.items())})"
-    found = parse("policy", f"  {text} ")
-    assert found == Spec(name, options)
-    assert [type(v) for v in found.options.values()] == [type(v) for v in options.values()]
+    result = parse("policy", f"  {text} ")
+    assert result == Spec(name, options)
+    assert [type(v) for v in result.options.values()] == [type(v) for v in options.values()]
 
 
 @pytest.mark.parametrize(
@@ -116,9 +116,9 @@ HOSTILE = [
 def test_hostile_spec_text_is_refused_in_one_line(text):
     with pytest.raises(
         InvalidValue, match=r"^policy must look like name or name\(option=value"
-    ) as caught:
+    ) as exc_info:
         parse("policy", text)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(exc_info.value)
 
 
 @settings(max_examples=300)
@@ -128,11 +128,11 @@ def test_hostile_spec_text_is_refused_in_one_line(text):
 )
 def test_any_text_is_a_spec_or_refused(text):
     try:
-        found = parse("policy", text)
+        result = parse("policy", text)
     except InvalidValue:
         return
-    assert isinstance(found, Spec)
-    assert found.name == text.strip().partition("(")[0].strip()
+    assert isinstance(result, Spec)
+    assert result.name == text.strip().partition("(")[0].strip()
 
 
 def test_spec_options_are_bound():

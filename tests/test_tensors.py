@@ -76,9 +76,9 @@ def test_slab_extract_equals_tensors(layout, data):
     part = Slices(
         layout.groups, {n: torch.tensor(u) for n, u in data.draw(kept_units(layout.groups)).items()}
     )
-    found = part.extract(slab_of(layout.params))
-    agree(found, part.extract(layout.params))
-    assert torch.equal(found.flat, concat(found.values()))
+    result = part.extract(slab_of(layout.params))
+    agree(result, part.extract(layout.params))
+    assert torch.equal(result.flat, concat(result.values()))
 
 
 def test_slab_extract_of_absent_or_whole_tensors():
@@ -133,9 +133,9 @@ def test_slab_parameters_may_be_changed_by_recipes(monkeypatch, finish):
     recipe = Recipe(cross_entropy, finish=finish)
     expected = one_round(recipe, "sequential").params
     monkeypatch.setattr(tensors, "_on_gpu", bool)
-    found = one_round(recipe, "streams").params
+    result = one_round(recipe, "streams").params
     for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(result[name], expected[name], rtol=1e-5, atol=1e-6)
 
 
 def backwards(old, parts):
@@ -191,7 +191,9 @@ def test_slab_views_are_copied_before_they_are_sent():
     )
     state = one_round(recipe, "streams")
     assert {
-        t.untyped_storage().nbytes() for kept in state.private.values() for t in kept.values()
+        t.untyped_storage().nbytes()
+        for tensors_of_client in state.private.values()
+        for t in tensors_of_client.values()
     } == {40}
     crew = FlatParams(torch.randn(50, 60)[3], [("w", (5, 10)), ("b", (10,))])
     assert len(pickle.dumps(tensors.to_device(crew, "cpu"))) < 2_000
@@ -235,11 +237,11 @@ def test_slab_needs_one_dtype(monkeypatch):
 )
 def test_slab_rounds_equal_tensor_rounds(monkeypatch, fields):
     def rounds():
-        known = {"model": "mlp(hidden=[8, 6])", **fields}
-        in_crews = known.pop("engine", None)
+        settings = {"model": "mlp(hidden=[8, 6])", **fields}
+        in_crews = settings.pop("engine", None)
         experiment = Experiment(
             dataset="digits", fleet="2x1 + 2x0.5 + 2x0.25", clients=6, active=6,
-            epochs=1, lr=0.1, rounds=3, calibration=50, **known,
+            epochs=1, lr=0.1, rounds=3, calibration=50, **settings,
         )  # fmt: skip
         setup = prepare(experiment, Machine(device="cpu").resolved())
         setup = (
@@ -253,7 +255,7 @@ def test_slab_rounds_equal_tensor_rounds(monkeypatch, fields):
             lines.append({key: value for key, value in report.metrics.items() if key != "seconds"})
         return state, lines
 
-    plain, told = rounds()
+    plain, slab_rounds = rounds()
     monkeypatch.setattr(tensors, "_on_gpu", bool)
     slab, told_again = rounds()
     assert isinstance(slab.params, FlatParams)
@@ -262,7 +264,7 @@ def test_slab_rounds_equal_tensor_rounds(monkeypatch, fields):
     assert slab.server.keys() == plain.server.keys()
     for slot in plain.server:
         agree(slab.server[slot], plain.server[slot])
-    for line, again in zip(told, told_again, strict=True):
+    for line, again in zip(slab_rounds, told_again, strict=True):
         noise, noise_again = line.pop("clients"), again.pop("clients")
         assert {c: pytest.approx(each) for c, each in noise.items()} == noise_again
         assert line.pop("delta2_mean") == pytest.approx(again.pop("delta2_mean"))
@@ -349,9 +351,9 @@ def test_in_pieces_equals_one_call(size):
     def quotient(first, second):
         return {"ratio": first / second, "larger": first > second}
 
-    made = tensors.in_pieces(quotient)(one, two)
+    actual = tensors.in_pieces(quotient)(one, two)
     for key, expected in quotient(one, two).items():
-        assert torch.equal(made[key], expected)
+        assert torch.equal(actual[key], expected)
 
 
 @pytest.mark.parametrize("over", OVER)
@@ -367,17 +369,17 @@ def test_mean_of_large_tensors_equals_the_mean_of_rows(over):
         (r, {n: v + torch.randn(v.shape) for n, v in r.extract(old).items()}, 3.0)
         for r in reductions
     ]
-    made = coverage_mean(old, parts, over=over)["w"]
+    actual = coverage_mean(old, parts, over=over)["w"]
     for row in (0, 499, 500, 1099):
         few = {"w": old["w"][row : row + 1]}
-        kept = (UnitGroup("g", 1, (Cut("w", 0),)),)
+        row_groups = (UnitGroup("g", 1, (Cut("w", 0),)),)
         there = torch.arange(int(row < 500))
         masks = Masks({"w": reductions[1].bits["w"][row : row + 1]})
-        small = [Masks({}), masks, Slices(kept, {"g": there})]
-        mine = [
+        small = [Masks({}), masks, Slices(row_groups, {"g": there})]
+        row_parts = [
             (r, {"w": v["w"][row : row + 1]}, s) for r, (_, v, s) in zip(small, parts, strict=True)
         ]
-        assert torch.equal(coverage_mean(few, mine, over=over)["w"][0], made[row])
+        assert torch.equal(coverage_mean(few, row_parts, over=over)["w"][0], actual[row])
 
 
 def test_norm_of_views_of_one_tensor_is_that_of_separate_tensors_bit_for_bit():

@@ -26,19 +26,19 @@ def test_timing_returns_seconds_of_each_repetition():
 
 
 def test_benchmarks_take_turns():
-    done = []
+    order = []
     works = {
         "loop": baseline.eager_clients(steps=1, **SMALL),
         "floor": baseline.matmul_floor(steps=1, **SMALL),
     }
-    works["mine"] = lambda: done.append("mine")
+    works["mine"] = lambda: order.append("mine")
     result = time_interleaved(works, repeats=2)
     assert {name: len(seconds) for name, seconds in result.items()} == {
         "loop": 2,
         "floor": 2,
         "mine": 2,
     }
-    assert len(done) == 3  # the first does not count
+    assert len(order) == 3  # the first does not count
 
 
 def test_baseline_loop_learns():
@@ -70,12 +70,12 @@ def test_bench_warns_of_unsteady_figures(capsys, monkeypatch):
         Measurement("not so", (1.0, 1.6)),
         Measurement("nor this", (2.0, 1.0)),
     ]
-    for some, said in ((figures, "2 of 3 timings vary more than 1.5-fold"), (figures[:1], "")):
+    for some, warning in ((figures, "2 of 3 timings vary more than 1.5-fold"), (figures[:1], "")):
         monkeypatch.setattr(bench_command, "measure", lambda device, some=some: some)
         bench_command.bench(device="cpu")
         err = capsys.readouterr().err
-        assert said in err
-        assert bool(said) == bool(err)
+        assert warning in err
+        assert bool(warning) == bool(err)
 
 
 def test_bench_page_shows_medians_spread_and_ratios():

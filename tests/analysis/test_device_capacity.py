@@ -57,14 +57,14 @@ def test_largest_capacity_that_fits_is_proposed(measure):
         if (part := slices_for_capacity(setup, share)) is not None
     }
     assert list(needed.values()) == sorted(needed.values(), reverse=True)
-    for wanted in (0.5, 0.25):
-        proposal = propose(setup, memory=int(needed[wanted] / USABLE_SHARE) + 1, tell=quiet)
-        assert proposal.capacity == wanted
+    for expected in (0.5, 0.25):
+        proposal = propose(setup, memory=int(needed[expected] / USABLE_SHARE) + 1, tell=quiet)
+        assert proposal.capacity == expected
         assert [trial.capacity for trial in proposal.trials] == [
-            share for share in CANDIDATE_CAPACITIES if share >= wanted
+            share for share in CANDIDATE_CAPACITIES if share >= expected
         ]
         assert [trial.memory for trial in proposal.trials] == [
-            needed[share] for share in CANDIDATE_CAPACITIES if share >= wanted
+            needed[share] for share in CANDIDATE_CAPACITIES if share >= expected
         ]
         assert [trial.step_seconds for trial in proposal.trials[:-1]] == [None] * (
             len(proposal.trials) - 1

@@ -28,11 +28,15 @@ def test_plan_report_of_the_papers_fleets(fleet, largest, by_hand, kind):
     assert [point["gamma"] for point in plan["frontier"]] == list(range(largest + 1))
     noises = [point["noise"] for point in plan["frontier"]]
     assert (np.diff(noises, 2) >= -1e-9).all()
-    (design,) = [seen for name, seen in plan["policies"].items() if name.startswith("codename")]
+    (design,) = [
+        figures for name, figures in plan["policies"].items() if name.startswith("codename")
+    ]
     assert design["gamma"] == by_hand
     assert noises[by_hand] <= design["noise"] + 1e-9
     assert plan["policies"]["greedy"]["noise"] == pytest.approx(noises[0])
-    assert all(seen["noise"] >= noises[seen["gamma"]] - 1e-9 for seen in plan["policies"].values())
+    assert all(
+        figures["noise"] >= noises[figures["gamma"]] - 1e-9 for figures in plan["policies"].values()
+    )
 
 
 @pytest.mark.parametrize("wish", [{}, {"gamma": 7}, {"tolerate": 5}, {"gamma": 3, "tolerate": 6}])
@@ -144,12 +148,12 @@ def test_plan_report_lists_units_of_each_client():
         gamma=3,
         window=1,
     )
-    held = [
+    units_by_client = [
         {u for first, last in line["holds"]["hidden1"] for u in range(first, last + 1)}
         for line in plan["assignment"]
     ]
-    assert [len(units) for units in held] == [16, 16, 8, 8]
-    assert all(sum(unit in units for units in held) >= 3 for unit in range(16))
+    assert [len(units) for units in units_by_client] == [16, 16, 8, 8]
+    assert all(sum(unit in units for units in units_by_client) >= 3 for unit in range(16))
     weights = plan_report(
         Experiment(dataset="digits", fleet="1x1.0 + 1x0.5"), kind="pruning", window=1
     )["assignment"]

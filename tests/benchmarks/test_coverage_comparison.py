@@ -143,10 +143,10 @@ def test_comparison_skips_finished_runs_and_refuses_changed_settings(tmp_path):
 
 def test_comparison_figures_equal_a_single_run(tmp_path):
     """The slow twin: a plain run, round by round, with the model assembled by hand."""
-    wanted = cell(lr=0.1, fleet="1x0.5")  # half of the model is never trained
-    comparison.run_wave([wanted], tmp_path, MACHINE, ())
+    small_cell = cell(lr=0.1, fleet="1x0.5")  # half of the model is never trained
+    comparison.run_wave([small_cell], tmp_path, MACHINE, ())
     (line,) = sheet(tmp_path)["runs"]
-    setup = prepare(wanted.experiment(0, 0.1), MACHINE)
+    setup = prepare(small_cell.experiment(0, 0.1), MACHINE)
     state, scores = initial_state(setup), []
     for _ in range(3):
         state, report = run_round(setup, state)

@@ -12,13 +12,21 @@ def closed_form(codename: str, kind: str) -> dict:
     """The paper's MLP, 784-200-10: quarters of the first layer's weights, or of the
     hidden units.
     """
-    kept = {"1": "1234", "2": "134", "3": "124", "4": "123", "5": "14", "6": "13", "7": "12"}
-    quarters = [4 - len(kept[digit]) for digit in codename]
+    regions_by_digit = {
+        "1": "1234",
+        "2": "134",
+        "3": "124",
+        "4": "123",
+        "5": "14",
+        "6": "13",
+        "7": "12",
+    }
+    quarters = [4 - len(regions_by_digit[digit]) for digit in codename]
     if kind == "pruning":
         sizes = [(159_010 - 39_200 * k, 158_800 - 39_200 * k) for k in quarters]
     else:
         sizes = [(795 * (200 - 50 * k) + 10, 794 * (200 - 50 * k)) for k in quarters]
-    covered = {f"S{r}": sum(r in kept[digit] for digit in codename) for r in "1234"}
+    covered = {f"S{r}": sum(r in regions_by_digit[digit] for digit in codename) for r in "1234"}
     return {
         "parameters": sum(p for p, _ in sizes) / len(codename),
         "multiply_adds": sum(m for _, m in sizes) / len(codename),
@@ -43,13 +51,13 @@ def closed_form(codename: str, kind: str) -> dict:
 )
 def test_audit_of_a_codename_equals_the_closed_form(fedcover, codename, kind):
     code, out, err = fedcover("audit", codename, "--kind", kind, "--json")
-    told = json.loads(out)
+    output = json.loads(out)
     assert (code, err) == (0, "")
-    assert {key: told[key] for key in closed_form(codename, kind)} == closed_form(codename, kind)
-    assert (told["codename"], told["kind"], told["model"]) == (codename, kind, "mlp")
-    assert sum(told["histogram"].values()) == 159_010
-    assert sum(row["devices"] for row in told["capacities"]) == len(codename)
-    for row in told["capacities"]:
+    assert {key: output[key] for key in closed_form(codename, kind)} == closed_form(codename, kind)
+    assert (output["codename"], output["kind"], output["model"]) == (codename, kind, "mlp")
+    assert sum(output["histogram"].values()) == 159_010
+    assert sum(row["devices"] for row in output["capacities"]) == len(codename)
+    for row in output["capacities"]:
         assert row["bytes_up"] == 4 * row["parameters"] <= row["bytes_down"]
         assert row["memory"] > (8 * row["parameters"] if kind == "subnet" else 8 * 159_010)
         assert (row["delta2"] == 0) == (row["capacity"] == 1)
@@ -64,8 +72,8 @@ def test_audit_gives_the_papers_figures(fedcover):
         "1455666777": (92_370, 92_160, 3),
     }
     for codename, (parameters, multiply_adds, gamma) in printed.items():
-        told = json.loads(fedcover("audit", codename, "--json")[1])
-        assert (told["parameters"], told["multiply_adds"], told["gamma_min"]) == (
+        output = json.loads(fedcover("audit", codename, "--json")[1])
+        assert (output["parameters"], output["multiply_adds"], output["gamma_min"]) == (
             parameters,
             multiply_adds,
             gamma,
@@ -87,9 +95,9 @@ def test_audit_command_of_a_fleet(fedcover):
         "digits",
         "--json",
     )
-    told = json.loads(out)
-    assert (code, err, told["gamma_min"]) == (0, "", 3)
-    assert [row["parameters"] for row in told["capacities"]] == [
+    output = json.loads(out)
+    assert (code, err, output["gamma_min"]) == (0, "", 3)
+    assert [row["parameters"] for row in output["capacities"]] == [
         64 * 8 + 8 + 80 + 10,
         64 * 4 + 4 + 40 + 10,
     ]

@@ -30,9 +30,9 @@ def test_list_shows_every_table(fedcover, kind):
 
 def test_data_check_names_what_is_missing(fedcover, tmp_path):
     code, out, err = fedcover("data", "check", "mnist", "--data", tmp_path, "--json")
-    told = json.loads(out)
-    assert (code, err, len(told)) == (1, "", 4)
-    assert all(not file["ok"] and file["got"] is None for file in told)
+    output = json.loads(out)
+    assert (code, err, len(output)) == (1, "", 4)
+    assert all(not file["ok"] and file["got"] is None for file in output)
     code, out, err = fedcover("data", "check", "mnist", "--data", tmp_path)
     assert (code, err) == (1, "")
     table, _, conclusion = out.strip().rpartition("\n")
@@ -44,8 +44,8 @@ def test_closed_output_pipe_shows_no_traceback(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
     monkeypatch.setattr(sys, "argv", ["fedcover", "list", "policies", "--json"])
-    with os.fdopen(writing, "w") as gone:
-        monkeypatch.setattr(sys, "stdout", gone)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
         with pytest.raises(SystemExit) as leaving:
             cli.main()
         monkeypatch.undo()
@@ -102,9 +102,9 @@ def test_certify_prints_bounds_and_what_does_not_apply(fedcover):
         assert text in out
     assert "replaying round 0 (1 of 1)" in err
     code, out, _ = fedcover("certify", "runs/kept", "--steps", 2, "--json")
-    found = json.loads(out)
-    assert found == json.loads(Path("runs/kept/certificate.json").read_text())
-    assert found["bounds"]["sharper"]["terms"].keys() == {"start", "variance", "drift", "noise"}
+    output = json.loads(out)
+    assert output == json.loads(Path("runs/kept/certificate.json").read_text())
+    assert output["bounds"]["sharper"]["terms"].keys() == {"start", "variance", "drift", "noise"}
 
 
 def test_certify_says_how_to_keep_rounds(fedcover):
@@ -118,7 +118,7 @@ def test_certify_says_how_to_keep_rounds(fedcover):
 
 def test_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, monkeypatch):
     short = ("--set", "rounds=1", "--set", "epochs=1", "--set", "clients=20", "--set", "active=2")
-    wanted = (
+    words = (
         "sweep",
         *short,
         "--vary",
@@ -128,7 +128,7 @@ def test_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, mo
         "--runs",
         str(tmp_path / "all"),
     )
-    code, out, err = fedcover(*wanted, "--json")
+    code, out, err = fedcover(*words, "--json")
     assert code == 0, err
     rows = json.loads(out)
     assert len(rows) == 4
@@ -138,7 +138,7 @@ def test_sweep_runs_every_combination_into_its_own_folder(fedcover, tmp_path, mo
     assert all(
         (tmp_path / "all" / Path(row["folder"]).name / "summary.json").is_file() for row in rows
     )
-    code, out, _ = fedcover(*wanted)  # all there: nothing is run again
+    code, out, _ = fedcover(*words)  # all there: nothing is run again
     assert code == 0
     prefix = [row["accuracy"] for row in rows if "policy-prefix" in row["folder"]]
     assert f"{fmean(prefix):.4g}" in out

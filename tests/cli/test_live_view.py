@@ -66,9 +66,9 @@ def test_watch_shows_a_run_in_process(folder, watch):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert out.startswith(f"mine   round {ROUNDS} of {ROUNDS}   finished\n")
     assert f"accuracy {lines[-1]['accuracy']:.4g}   coverage {lines[-1]['gamma_round']}" in out
-    shown = [row for row in out.splitlines() if row.startswith("│")]
-    assert len(shown) == ROUNDS
-    for row, line in zip(shown, lines, strict=True):
+    table_rows = [row for row in out.splitlines() if row.startswith("│")]
+    assert len(table_rows) == ROUNDS
+    for row, line in zip(table_rows, lines, strict=True):
         cells = [cell.strip() for cell in row.strip("│").split("│")]
         assert cells[0] == str(line["round"] + 1)
         assert cells[5:-1] == [str(len(line["clients"])), str(len(line["dropped"]))]
@@ -80,25 +80,34 @@ def test_watch_shows_a_run_in_process(folder, watch):
 
 def test_watch_lists_rejected_clients_with_reasons(folder, watch):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    gone = next(line for line in lines if len(line["dropped"]) >= 2)
-    first, second = gone["dropped"][:2]
-    events = [event(gone["round"], "answered", int(client)) for client in gone["clients"]]
+    line_with_dropouts = next(line for line in lines if len(line["dropped"]) >= 2)
+    first, second = line_with_dropouts["dropped"][:2]
+    events = [
+        event(line_with_dropouts["round"], "answered", int(client))
+        for client in line_with_dropouts["clients"]
+    ]
     events += [
-        event(gone["round"], "rejected", first, "not finite: params/w"),
-        event(gone["round"], "late", second),
+        event(line_with_dropouts["round"], "rejected", first, "not finite: params/w"),
+        event(line_with_dropouts["round"], "late", second),
     ]
     write(folder, events)
     out = watch(folder, "--once")
-    assert re.search(rf"{gone['round'] + 1} │ rejected │ {first} .*│ not finite: params/w", out)
+    assert re.search(
+        rf"{line_with_dropouts['round'] + 1} │ rejected │ {first} .*│ not finite: params/w", out
+    )
     assert re.search(r"answered ┃ rejected ┃ late ┃ silent", out)
-    found = json.loads(watch(folder, "--json"))
-    row = found["history"][gone["round"]]
+    output = json.loads(watch(folder, "--json"))
+    row = output["history"][line_with_dropouts["round"]]
     assert [row[kind] for kind in (*EVENTS, "silent")] == [
-        len(gone["clients"]), 1, 1, 0, len(gone["dropped"]) - 2,
+        len(line_with_dropouts["clients"]), 1, 1, 0, len(line_with_dropouts["dropped"]) - 2,
     ]  # fmt: skip
-    assert found["trouble"] == events[-2:]
-    assert found["events"] == {"answered": len(gone["clients"]), "rejected": 1, "late": 1}
-    assert (found["round"], found["rounds"], found["finished"]) == (ROUNDS, ROUNDS, True)
+    assert output["trouble"] == events[-2:]
+    assert output["events"] == {
+        "answered": len(line_with_dropouts["clients"]),
+        "rejected": 1,
+        "late": 1,
+    }
+    assert (output["round"], output["rounds"], output["finished"]) == (ROUNDS, ROUNDS, True)
 
 
 def test_watch_shows_a_round_in_progress(folder, watch):
@@ -119,8 +128,8 @@ def test_watch_shows_a_round_in_progress(folder, watch):
 def test_watch_before_the_first_round(folder, watch):
     for name in ("metrics.jsonl", "summary.json"):
         (folder / name).unlink()
-    said = " ".join(watch(folder, "--once").split())
-    assert said == f"mine round 0 of {ROUNDS} stopped; resume with 'fedcover resume {folder}'"
+    output = " ".join(watch(folder, "--once").split())
+    assert output == f"mine round 0 of {ROUNDS} stopped; resume with 'fedcover resume {folder}'"
     assert json.loads(watch(folder, "--json"))["accuracy"] is None
 
 
@@ -135,38 +144,46 @@ def test_client_asked_again_counts_once(folder):
             event(0, "late", 2),
         ],
     )
-    seen = read_run_view(folder)
-    assert {kind: len(found) for kind, found in seen.clients(0).items()} == {
+    view = read_run_view(folder)
+    assert {kind: len(result) for kind, result in view.clients(0).items()} == {
         "answered": 1, "rejected": 0, "late": 1, "lost": 0,
     }  # fmt: skip
-    assert seen.summary()["events"] == {"answered": 1, "late": 1}
-    assert seen.failures == [event(0, "late", 2)]
+    assert view.summary()["events"] == {"answered": 1, "late": 1}
+    assert view.failures == [event(0, "late", 2)]
 
 
 def test_rejected_node_is_not_counted_as_client(folder, watch):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    gone = next(line for line in lines if line["dropped"])
-    refused = event(gone["round"], "rejected", None, "capacity must be in (0, 1]", node=9)
+    line_with_dropouts = next(line for line in lines if line["dropped"])
+    refused = event(
+        line_with_dropouts["round"], "rejected", None, "capacity must be in (0, 1]", node=9
+    )
     write(
         folder,
-        [*(event(gone["round"], "answered", int(client)) for client in gone["clients"]), refused],
+        [
+            *(
+                event(line_with_dropouts["round"], "answered", int(client))
+                for client in line_with_dropouts["clients"]
+            ),
+            refused,
+        ],
     )
-    found = json.loads(watch(folder, "--json"))
-    row = found["history"][gone["round"]]
-    assert (row["rejected"], row["silent"]) == (0, len(gone["dropped"]))
-    assert found["events"] == {"answered": len(gone["clients"])}
-    assert found["nodes"] == {"rejected": 1}
-    assert found["trouble"] == [refused]
+    output = json.loads(watch(folder, "--json"))
+    row = output["history"][line_with_dropouts["round"]]
+    assert (row["rejected"], row["silent"]) == (0, len(line_with_dropouts["dropped"]))
+    assert output["events"] == {"answered": len(line_with_dropouts["clients"])}
+    assert output["nodes"] == {"rejected": 1}
+    assert output["trouble"] == [refused]
     assert "capacity must be in (0, 1]" in watch(folder, "--once")
 
 
 def test_rejected_node_is_shown_beside_many_lost_clients(folder, watch):
-    lost = [event(0, "lost", client, "no node holds this client") for client in range(50)]
-    write(folder, [event(0, "rejected", None, "num-partitions must be 2", node=9), *lost])
-    said = watch(folder, "--once")
-    assert "the last of 1 rejected nodes" in said
-    assert "num-partitions must be 2" in said
-    assert "the last of 50 failed client tasks" in said
+    lost_events = [event(0, "lost", client, "no node holds this client") for client in range(50)]
+    write(folder, [event(0, "rejected", None, "num-partitions must be 2", node=9), *lost_events])
+    output = watch(folder, "--once")
+    assert "the last of 1 rejected nodes" in output
+    assert "num-partitions must be 2" in output
+    assert "the last of 50 failed client tasks" in output
 
 
 class Counted(list):
@@ -181,15 +198,15 @@ class Counted(list):
 
 @pytest.mark.parametrize("shown", [render, RunView.summary])
 def test_events_are_read_as_often_for_any_number_of_rounds(folder, shown):
-    seen, times = read_run_view(folder), []
+    view, times = read_run_view(folder), []
     for rounds in (4, 40):
         events = Counted(
             event(round, "answered", client) for round in range(rounds) for client in range(3)
         )
         shown(
             replace(
-                seen,
-                lines=[{**seen.lines[0], "round": round} for round in range(rounds)],
+                view,
+                lines=[{**view.lines[0], "round": round} for round in range(rounds)],
                 events=events,
             )
         )
@@ -218,10 +235,10 @@ def test_damaged_event_lines_are_ignored(folder, tail, more):
     write(folder, [good], b"\n" + tail)
     original = (folder / "metrics.jsonl").read_bytes()
     (folder / "metrics.jsonl").write_bytes(original + more)
-    seen = read_run_view(folder)
-    assert len(seen.lines) >= ROUNDS
-    assert seen.events[0] == good
-    seen.summary()
+    view = read_run_view(folder)
+    assert len(view.lines) >= ROUNDS
+    assert view.events[0] == good
+    view.summary()
     (folder / "metrics.jsonl").write_bytes(original)
 
 
@@ -271,30 +288,30 @@ def test_sparkline_of_a_flat_curve():
 
 def on_a_terminal(*args):
     """A process whose output is a terminal, and a thread that collects what it shows."""
-    ours, theirs = pty.openpty()
+    terminal_end, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "fedcover", "watch", *args], stdout=theirs, stderr=theirs
     )
     os.close(theirs)
-    shown, something = [], threading.Event()
+    chunks, something = [], threading.Event()
 
     def collect():
         while True:
             try:
-                shown.append(os.read(ours, 65536))
+                chunks.append(os.read(terminal_end, 65536))
             except OSError:  # the terminal is gone
-                return os.close(ours)
-            if b"round" in shown[-1]:
+                return os.close(terminal_end)
+            if b"round" in chunks[-1]:
                 something.set()
 
     thread = threading.Thread(target=collect)
     thread.start()
-    return process, thread, shown, something
+    return process, thread, chunks, something
 
 
 def test_watch_on_a_terminal_ends_quietly_on_ctrl_c(folder):
     (folder / "summary.json").unlink()
-    process, thread, shown, something = on_a_terminal(str(folder), "--every", "0.1")
+    process, thread, chunks, something = on_a_terminal(str(folder), "--every", "0.1")
     try:
         assert something.wait(60)
         process.send_signal(signal.SIGINT)
@@ -302,7 +319,7 @@ def test_watch_on_a_terminal_ends_quietly_on_ctrl_c(folder):
     finally:
         process.kill()
         thread.join(60)
-    assert b"Traceback" not in b"".join(shown)
+    assert b"Traceback" not in b"".join(chunks)
 
 
 def test_watch_on_a_terminal_follows_the_run_to_its_end(folder):
@@ -311,7 +328,7 @@ def test_watch_on_a_terminal_follows_the_run_to_its_end(folder):
     text = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "summary.json").unlink()
     (folder / "metrics.jsonl").write_bytes(b"".join(text[:1]))
-    process, thread, shown, something = on_a_terminal(str(folder), "--every", "0.1")
+    process, thread, chunks, something = on_a_terminal(str(folder), "--every", "0.1")
     try:
         assert something.wait(60)
         (folder / "metrics.jsonl").write_bytes(b"".join(text))
@@ -320,22 +337,22 @@ def test_watch_on_a_terminal_follows_the_run_to_its_end(folder):
     finally:
         process.kill()
         thread.join(60)
-    assert f"round {ROUNDS} of {ROUNDS}".encode() in b"".join(shown)
+    assert f"round {ROUNDS} of {ROUNDS}".encode() in b"".join(chunks)
 
 
 def test_watch_tells_that_a_run_is_running(tmp_path):
-    seen = []
+    screens = []
     fc.run(
         tiny(rounds=3, name="mine"),
         tmp_path / "mine",
-        watch=lambda report: seen.append(read_run_view(tmp_path / "mine")),
+        watch=lambda report: screens.append(read_run_view(tmp_path / "mine")),
     )
-    assert [(len(each.lines), each.finished) for each in seen] == [
+    assert [(len(each.lines), each.finished) for each in screens] == [
         (1, False),
         (2, False),
         (3, False),
     ]
-    assert all(each.running for each in seen)
+    assert all(each.running for each in screens)
     assert read_run_view(tmp_path / "mine").finished
     assert not read_run_view(tmp_path / "mine").running
 
@@ -346,8 +363,8 @@ def test_watch_tells_that_a_run_was_stopped(tmp_path, watch):
 
     with pytest.raises(KeyboardInterrupt):
         fc.run(tiny(rounds=3, name="mine"), tmp_path / "mine", watch=stop)
-    said = " ".join(watch(tmp_path / "mine", "--once").split())
-    assert said.startswith(
+    output = " ".join(watch(tmp_path / "mine", "--once").split())
+    assert output.startswith(
         f"mine round 1 of 3 stopped; resume with 'fedcover resume {tmp_path / 'mine'}'"
     )
     assert not json.loads(watch(tmp_path / "mine", "--json"))["running"]

@@ -79,9 +79,9 @@ def test_history_of_values_that_are_not_finite(tmp_path):
     folder = made_up_run(tmp_path / "run")
     lines = [{**line, "loss": float("nan")} for line in read_lines(folder / "metrics.jsonl")]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = metric_rows([read_run(folder)])
-    assert json.loads(as_json(found))[0]["loss"] is None
-    assert next(csv.DictReader(io.StringIO(as_csv(found))))["loss"] == "nan"
+    rows = metric_rows([read_run(folder)])
+    assert json.loads(as_json(rows))[0]["loss"] is None
+    assert next(csv.DictReader(io.StringIO(as_csv(rows))))["loss"] == "nan"
 
 
 # ── plots ─────────────────────────────────────────────────────────────────────────────────────────
@@ -180,9 +180,9 @@ def test_tensorboard_reads_what_is_logged(fedcover, tmp_path):
         str(tmp_path / "runs" / "logged" / "tensorboard")
     ).Reload()
     lines = read_lines(tmp_path / "runs" / "logged" / "metrics.jsonl")
-    told = events.Scalars("score/accuracy")
-    assert [event.step for event in told] == [1, 2]
-    assert [event.value for event in told] == pytest.approx([line["accuracy"] for line in lines])
+    scalars = events.Scalars("score/accuracy")
+    assert [event.step for event in scalars] == [1, 2]
+    assert [event.value for event in scalars] == pytest.approx([line["accuracy"] for line in lines])
     assert {"coverage/gamma_round", "cost/bytes_up", "seconds/training"} <= set(
         events.Tags()["scalars"]
     )

@@ -21,21 +21,21 @@ from tests.helpers.runs import tiny
 
 def test_run_reports_compiling(fedcover, monkeypatch):
     monkeypatch.setattr(compilation, "_compile", lambda step, leaves, options: step)
-    told = []
+    messages = []
     for name in ("one", "two"):  # no more often by a command that comes later in the same process
         code, _, err = fedcover(
             "run", *changed(rounds=1, name=name), "--engine", "batched", "--processes", 1
         )
         assert code == 0, err
-        told.append(
+        messages.append(
             re.findall(
                 r"^engine: compiling, once, the step of \d+ clients with [\d,]+ parameters each$",
                 err,
                 re.M,
             )
         )
-    assert told[0]
-    assert told[0] == told[1]
+    assert messages[0]
+    assert messages[0] == messages[1]
 
 
 def test_run_prints_a_table_and_plain_progress(fedcover, tmp_path):
@@ -68,10 +68,10 @@ def test_run_resume_and_export_as_json(fedcover, tmp_path):
     assert (code, err) == (0, "")
     assert "a[/b] :smile:/run" in out
     code, out, err = fedcover("export", folder, "--capacity", "0.5", "--json")
-    told = json.loads(out)
+    output = json.loads(out)
     assert (code, err) == (0, "")
-    assert (told["parameters"], told["shape"]) == (64 * 8 + 8 + 80 + 10, [1, 8, 8])
-    assert fc.load_part(told["path"]).head.in_features == 8
+    assert (output["parameters"], output["shape"]) == (64 * 8 + 8 + 80 + 10, [1, 8, 8])
+    assert fc.load_part(output["path"]).head.in_features == 8
     code, out, err = fedcover("export", folder, "-o", "whole.safetensors")
     assert (code, err) == (0, "")
     assert out.startswith("whole.safetensors: 1,210 parameters; load it with fedcover.load_part(")
@@ -79,12 +79,12 @@ def test_run_resume_and_export_as_json(fedcover, tmp_path):
 
 def test_progress_is_a_bar_on_a_terminal(monkeypatch, tmp_path, capsys):
     master, slave = pty.openpty()
-    seen = []
+    chunks = []
 
     def listen():
         try:
             while piece := os.read(master, 4096):
-                seen.append(piece)
+                chunks.append(piece)
         except OSError:  # the other end was closed
             pass
 
@@ -102,12 +102,12 @@ def test_progress_is_a_bar_on_a_terminal(monkeypatch, tmp_path, capsys):
     reader.join()
     os.close(master)
     assert leaving.value.code == 0
-    shown = b"".join(seen).decode()
-    assert "\x1b[" in shown
-    assert "━" in shown
-    assert "2/2" in shown
-    assert "coverage" in shown
-    assert " left" not in shown
+    output = b"".join(chunks).decode()
+    assert "\x1b[" in output
+    assert "━" in output
+    assert "2/2" in output
+    assert "coverage" in output
+    assert " left" not in output
     assert json.loads(capsys.readouterr().out)["rounds"] == 2
 
 
@@ -124,10 +124,10 @@ def test_demo_runs_every_policy_into_a_folder(fedcover, tmp_path):
         fedcover("demo", "--rounds", 2, "--folder", "shown"), 1, "shown/prefix holds a run already"
     )
     code, out, _ = fedcover("demo", "--rounds", 1, "--json")
-    told = json.loads(out)
-    assert (code, list(told)) == (0, names)
-    assert told["full"]["gamma_min"] == 10
-    assert told["full"]["folder"] == "runs/demo-1/full"
+    output = json.loads(out)
+    assert (code, list(output)) == (0, names)
+    assert output["full"]["gamma_min"] == 10
+    assert output["full"]["folder"] == "runs/demo-1/full"
 
 
 def test_run_errors_exit_with_code_1(fedcover, tmp_path):

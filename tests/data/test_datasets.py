@@ -141,8 +141,8 @@ def test_hold_out_refuses_a_wrong_share(share):
     ],
 )
 def test_downloaded_files_have_the_published_sizes(name, shape, tested, each):
-    given = os.environ.get("FEDCOVER_DATA")
-    if not given or any(result.actual is None for result in datasets.check(name, Path(given))):
+    folder = os.environ.get("FEDCOVER_DATA")
+    if not folder or any(result.actual is None for result in datasets.check(name, Path(folder))):
         pytest.skip(f"$FEDCOVER_DATA holds no {name}")
     loaded = datasets.load(name)
     assert loaded.train.x.shape == shape
@@ -172,7 +172,7 @@ def test_hold_out_splits_other_labels_alike():
     digits = datasets.load("digits")
     datasets.hold_out(digits, 0.1, 0)
     turned = replace(digits, train=Samples(digits.train.x, 9 - digits.train.y))
-    rest, held = datasets.hold_out(turned, 0.1, 0)
-    known, known_held = datasets.hold_out(digits, 0.1, 0)
-    assert torch.equal(rest.train.y, 9 - known.train.y)
-    assert torch.equal(held.y, 9 - known_held.y)
+    rest, held_out = datasets.hold_out(turned, 0.1, 0)
+    reference, known_held = datasets.hold_out(digits, 0.1, 0)
+    assert torch.equal(rest.train.y, 9 - reference.train.y)
+    assert torch.equal(held_out.y, 9 - known_held.y)

@@ -128,7 +128,7 @@ def test_dataset_is_downloaded_once_checked_and_read(name, web, tmp_path, monkey
         pixels, labels, *_ = arrays.values()
         expected = (pixels[:, None] / 255 - 0.1307) / 0.3081
     else:
-        train = [made for path, made in arrays.items() if "test" not in path]
+        train = [array for path, array in arrays.items() if "test" not in path]
         labels = np.concatenate([some for some, _ in train])
         moments = {"cifar10": (0.4914, 0.2470), "cifar100": (0.5071, 0.2673)}[name]
         expected = (
@@ -145,9 +145,9 @@ def test_download_shows_a_progress_bar_on_a_terminal(web, tmp_path, monkeypatch,
     monkeypatch.setitem(DOWNLOADS, "cifar100", table)
     monkeypatch.setenv("FORCE_COLOR", "1")
     datasets.get("cifar100", tmp_path / "data")
-    shown = capfd.readouterr().err
-    assert "all.tar.gz" in shown
-    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in shown
+    output = capfd.readouterr().err
+    assert "all.tar.gz" in output
+    assert "\N{BOX DRAWINGS HEAVY HORIZONTAL}" in output
 
 
 def test_download_with_wrong_digest_is_not_kept(web, tmp_path, monkeypatch):

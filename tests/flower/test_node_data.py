@@ -39,8 +39,8 @@ WANTED = DataRequirements(5, 10, (1, 8, 8))
 @given(st.integers(1, 200), st.integers(1, 20))
 def test_clients_of_a_partition_are_those_assigned_to_it(clients, num_partitions):
     for partition_id in range(num_partitions):
-        mine = clients_of(partition_id, clients, num_partitions)
-        assert list(mine) == [
+        partition_clients = clients_of(partition_id, clients, num_partitions)
+        assert list(partition_clients) == [
             client
             for client in range(clients)
             if partition_of(client, clients, num_partitions) == partition_id
@@ -59,9 +59,9 @@ def test_node_rows_equal_the_rows_in_one_file(tmp_path):
             if client not in NODES[partition_id]:
                 assert here.count(client) == 0
                 continue
-            mine, same = here.shard(client), together.shard(client)
-            assert mine.samples.x[mine.index].equal(same.samples.x[same.index])
-            assert mine.samples.y[mine.index].equal(same.samples.y[same.index])
+            node_shard, same = here.shard(client), together.shard(client)
+            assert node_shard.samples.x[node_shard.index].equal(same.samples.x[same.index])
+            assert node_shard.samples.y[node_shard.index].equal(same.samples.y[same.index])
 
 
 def test_node_describes_the_data_that_it_has(tmp_path):
@@ -127,7 +127,7 @@ def test_invalid_node_data_info_is_refused(wrong):
 @pytest.mark.parametrize("clients", [134, 100_000])
 def test_oversized_node_data_info_is_refused_in_little_memory(clients):
     """Few clients with all the labels that there can be, or very many, where two are wanted."""
-    told = {
+    record = {
         "samples": counts(*[1] * clients),
         "labels": b"\xff" * (2**20 // clients * clients),
         "shape": [4],
@@ -136,11 +136,11 @@ def test_oversized_node_data_info_is_refused_in_little_memory(clients):
     tracemalloc.start()
     try:
         with pytest.raises(InvalidValue, match="rows must be of 2 owners"):
-            node_registry.add(NodeInfo(7, 0, 2, None, "v", parse_client_info(told)))
+            node_registry.add(NodeInfo(7, 0, 2, None, "v", parse_client_info(record)))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert peak < 2 * (len(told["samples"]) + len(told["labels"]))
+    assert peak < 2 * (len(record["samples"]) + len(record["labels"]))
 
 
 def test_rows_without_owner_belong_to_one_client(tmp_path):
@@ -168,7 +168,7 @@ def test_unsuitable_row_file_is_refused(tmp_path):
         describe_client_info(str(path))
     np.savez(path, train_x=x, train_y=np.arange(3), train_owner=np.arange(3))
     experiment = Experiment(partition="nodes", clients=4, active=4)
-    for mine, wanted, why in (
+    for clients, requirements, why in (
         (
             range(3),
             DataRequirements(4, 2, (4,)),
@@ -186,7 +186,7 @@ def test_unsuitable_row_file_is_refused(tmp_path):
         ),
     ):
         with pytest.raises(InvalidValue, match=why):
-            load_node_data(str(path), experiment, mine, wanted)
+            load_node_data(str(path), experiment, clients, requirements)
     assert (
         load_node_data(str(path), experiment, range(3), DataRequirements(4, 3, (4,))).count(2) == 1
     )
@@ -198,7 +198,7 @@ def test_node_must_describe_the_rows_of_each_client():
         ClientInfo(5, (0,), (4,)),
         ClientInfo(6, (1,), (4,)),
     )
-    for told, why in (
+    for holdings, why in (
         ((), r"rows=.*train_x, train_y"),
         ((some,), r"rows must be of 2 owners, as many as this node has of the 3 clients .* got 1"),
         (
@@ -211,7 +211,7 @@ def test_node_must_describe_the_rows_of_each_client():
         ),
     ):
         with pytest.raises(InvalidValue, match=why):
-            node_registry.add(NodeInfo(7, 0, 2, None, "v", told))
+            node_registry.add(NodeInfo(7, 0, 2, None, "v", holdings))
     assert not node_registry.node_info
     node_registry.add(NodeInfo(7, 0, 2, None, "v", (some, other)))
     assert node_registry.client_info == {0: some, 1: other}
@@ -231,15 +231,15 @@ def test_node_must_describe_the_rows_of_each_client():
 
 
 def test_server_knows_remote_rows_by_their_description(tmp_path):
-    files, told = written(tmp_path), {}
-    engine = Engine(sequential, client_info=told)
+    files, info_by_client = written(tmp_path), {}
+    engine = Engine(sequential, client_info=info_by_client)
     setup = prepare(
         files.experiment(), Machine(device="cpu").resolved(), overrides=Overrides(engine=engine)
     )
     source = setup.task.source
     assert isinstance(source, RemoteData)
     assert (source.count(1), source.labels(1)) == (0, ())
-    told[1] = ClientInfo(7, (0, 3, 99), (1, 8, 8))  # a node has come since
+    info_by_client[1] = ClientInfo(7, (0, 3, 99), (1, 8, 8))  # a node has come since
     assert (source.count(1), source.labels(1)) == (7, (0, 3))  # there is no label 99
     assert len(source.test) == 360
     assert len(source.calibration) == 10

@@ -19,10 +19,10 @@ from fedcover.runs.experiment import Experiment
 
 @given(st.integers(1, 200), st.integers(1, 20))
 def test_partitions_are_contiguous_and_of_equal_size(clients, num_partitions):
-    held = [partition_of(client, clients, num_partitions) for client in range(clients)]
-    assert held == sorted(held)
-    counts = np.bincount(held, minlength=num_partitions)
-    assert max(held) < num_partitions
+    partitions = [partition_of(client, clients, num_partitions) for client in range(clients)]
+    assert partitions == sorted(partitions)
+    counts = np.bincount(partitions, minlength=num_partitions)
+    assert max(partitions) < num_partitions
     assert counts.max() - counts.min() <= 1 or num_partitions > clients
 
 
@@ -65,10 +65,10 @@ def test_input_scale_has_one_digit_or_is_refused():
 )
 def test_input_scale_differs_only_for_scaled_rows(change):
     x = load("digits").train.x
-    mine = scale_of(x)
-    assert scale_of(change(x)).differs(mine)
+    scale = scale_of(x)
+    assert scale_of(change(x)).differs(scale)
     for label in range(10):
-        assert not scale_of(x[load("digits").train.y == label]).differs(mine)
+        assert not scale_of(x[load("digits").train.y == label]).differs(scale)
 
 
 def test_partition_belongs_to_its_first_node():
@@ -160,9 +160,9 @@ def test_fleet_is_declared_by_the_nodes():
     experiment = Experiment(clients=8, active=4, fleet="1x1.0 + 1x0.5")
     configs = node_configs(experiment, 2)
     assert [config["capacity"] for config in configs] == [1.0, 0.5]
-    known = [experiment.scaled_fleet.capacity(client) for client in range(8)]
+    capacities = [experiment.scaled_fleet.capacity(client) for client in range(8)]
     said_so = [NodeInfo(n, n, 2, config["capacity"], "v") for n, config in enumerate(configs)]
-    assert declared_fleet(said_so, 8, known) == "4x1.0 + 4x0.5"
+    assert declared_fleet(said_so, 8, capacities) == "4x1.0 + 4x0.5"
     assert all(
         "capacity" not in config for config in node_configs(experiment, 1)
     )  # one node with two kinds

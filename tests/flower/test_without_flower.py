@@ -62,17 +62,19 @@ def test_encoded_part_is_the_same_bits(name, cut):
     params = {n: p.detach() for n, p in model.module.named_parameters()}
     params[next(iter(params))].view(-1)[0] = -0.0
     encoded, wire = encode_reduction(CUT[cut](model), model)
-    sent = gather_kept(wire, wire.extract(params))
-    payload = pack_arrays(prefix_names({"params": sent}))
+    encoded_bytes = gather_kept(wire, wire.extract(params))
+    payload = pack_arrays(prefix_names({"params": encoded_bytes}))
     there = decode_reduction(encoded, model)
-    got = unpack_sections(payload, {"params": expected_part(there, params)})["params"]
-    full = scatter_kept(there, got, params, "cpu")
-    expected, found = wire.extract(params), there.extract(full)
-    assert expected.keys() == found.keys()
+    restored = unpack_sections(payload, {"params": expected_part(there, params)})["params"]
+    full = scatter_kept(there, restored, params, "cpu")
+    expected, result = wire.extract(params), there.extract(full)
+    assert expected.keys() == result.keys()
     for n, tensor in expected.items():
-        assert tensor.numpy().tobytes() == found[n].numpy().tobytes(), n
-    numbers = sum(t.numel() for t in sent.values())
-    assert len(payload) < 4 * numbers + 120 * len(sent) + 24  # nothing but the part, and names
+        assert tensor.numpy().tobytes() == result[n].numpy().tobytes(), n
+    numbers = sum(t.numel() for t in encoded_bytes.values())
+    assert (
+        len(payload) < 4 * numbers + 120 * len(encoded_bytes) + 24
+    )  # nothing but the part, and names
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,13 @@ def test_payload_must_hold_the_expected_tensors():
 
 
 def test_written_app_reads_back_its_config(tmp_path):
-    told = RunConfig(
+    config = RunConfig(
         Experiment(policy='regions(codename="1122")', active=4).to_toml(),
         '/some \U0001f331\n"where"',
         nodes=3,
     )
-    project = tomllib.loads((write_app(tmp_path, told) / "pyproject.toml").read_text())
-    assert RunConfig.read(project["tool"]["flwr"]["app"]["config"]) == told
+    project = tomllib.loads((write_app(tmp_path, config) / "pyproject.toml").read_text())
+    assert RunConfig.read(project["tool"]["flwr"]["app"]["config"]) == config
     assert (tmp_path / "LICENSE").is_file()
 
 
@@ -141,9 +143,9 @@ def test_unknown_superlink_is_refused(tmp_path, monkeypatch):
 
 
 def test_engine_flower_in_one_process_names_flower_up(tmp_path):
-    wanted = Experiment(clients=4, active=2, rounds=1, epochs=1)
+    experiment = Experiment(clients=4, active=2, rounds=1, epochs=1)
     with pytest.raises(InvalidValue, match="fedcover flower up"):
-        run(wanted, tmp_path / "run", machine=Machine("flower"))
+        run(experiment, tmp_path / "run", machine=Machine("flower"))
     assert not (tmp_path / "run").exists()
 
 
@@ -158,9 +160,9 @@ def test_stream_log_fails_unless_the_server_reports_the_end(capfd):
         )
     with pytest.raises(RunError, match=r"^no room$"):
         streamed("fedcover: stopped: no room\nTraceback")
-    shown = capfd.readouterr().out
-    assert "hello" in shown
-    assert "Traceback" not in shown  # what Flower makes of a sentence that is said already
+    output = capfd.readouterr().out
+    assert "hello" in output
+    assert "Traceback" not in output  # what Flower makes of a sentence that is said already
 
 
 def test_log_stream_ends_with_its_reader():
@@ -204,15 +206,17 @@ def test_functions_beside_the_experiment_file_are_found(tmp_path, monkeypatch):
 def test_up_refuses_impossible_runs_before_it_starts_anything(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "require_supported", lambda: None)
     monkeypatch.setattr(
-        commands, "run_local_federation", lambda *given: pytest.fail("a federation is started")
+        commands, "run_local_federation", lambda *arguments: pytest.fail("a federation is started")
     )
-    wanted = Experiment(clients=4, active=2, rounds=1, epochs=1)
-    (tmp_path / "own.toml").write_text(wanted.to_toml())
+    experiment = Experiment(clients=4, active=2, rounds=1, epochs=1)
+    (tmp_path / "own.toml").write_text(experiment.to_toml())
     with pytest.raises(
         InvalidValue, match="device must be one of auto, cpu, cuda, cuda:1; got 'gpu'"
     ):
         commands.run(tmp_path / "own.toml", server=commands.ServerOptions(device="gpu"))
-    run(wanted, tmp_path / "run", machine=Machine("flower", "cpu"), engine=ENGINES["sequential"])
+    run(
+        experiment, tmp_path / "run", machine=Machine("flower", "cpu"), engine=ENGINES["sequential"]
+    )
     with (
         Folder(tmp_path / "run").opened(),
         pytest.raises(RunError, match="run is in use by another process"),
@@ -234,9 +238,9 @@ def test_descendants_are_found_without_ps(monkeypatch):
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE) as parent:
         monkeypatch.setenv("PATH", "")
-        while not (found := descendants([parent.pid])):
+        while not (result := descendants([parent.pid])):
             time.sleep(0.05)
-        assert parent.pid not in found
-        assert found < descendants([os.getpid()])
+        assert parent.pid not in result
+        assert result < descendants([os.getpid()])
         parent.communicate(b"\n")
-    assert not found & descendants([os.getpid()])
+    assert not result & descendants([os.getpid()])

@@ -44,10 +44,10 @@ def stored(array, **declared):
     return RawArray(**{**honest, **declared})
 
 
-def honest(asked, update):
+def honest(pending, update):
     """The reply of a client that sends its update as it is."""
     arrays = {name: stored(array) for name, array in pack_update(update).items()}
-    return RawReply(asked.nonce, asked.client.id, arrays, {"loss": update.loss})
+    return RawReply(pending.nonce, pending.client.id, arrays, {"loss": update.loss})
 
 
 def with_array(raw, name, array):

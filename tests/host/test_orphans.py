@@ -66,8 +66,8 @@ def test_process_without_lifeline_goes_on(monkeypatch):
         end_with_parent()
         assert LIFELINE_VARIABLE not in os.environ
     without = "import sys; sys.argv = ['x']; from fedcover.host.orphans import main; main()"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", without], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
-    assert done.stderr.startswith("usage: python -P -m fedcover.host.orphans")
+    assert process.returncode == 1
+    assert process.stderr.startswith("usage: python -P -m fedcover.host.orphans")

@@ -55,8 +55,10 @@ def test_stopped_run_keeps_its_rounds_and_names_resume(tmp_path, number):
     assert (process.returncode, out) == (128 + number, "")
     assert err.splitlines()[-1] == f"stopped; resume with: fedcover resume {folder}"
     assert "Traceback" not in err
-    done = list_checkpoints(folder / "checkpoints")[0].round
-    assert 0 < done <= lines(folder) <= done + 1  # a line more, if that round was being written
+    rounds_done = list_checkpoints(folder / "checkpoints")[0].round
+    assert (
+        0 < rounds_done <= lines(folder) <= rounds_done + 1
+    )  # a line more, if that round was being written
 
 
 @linux
@@ -207,12 +209,12 @@ def test_simultaneous_signals_stop_once():
                 signal.raise_signal(signal.SIGINT)
             finally:
                 signal.raise_signal(signal.SIGINT)  # what a terminal and torchrun both send
-                kept.append(True)
+                verdicts.append(True)
 
-    kept: list[bool] = []
+    verdicts: list[bool] = []
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert kept == [True]
+    assert verdicts == [True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signals.exit_code(ValueError()) is None
 
@@ -252,9 +254,11 @@ fedcover.__main__.main()
 
 
 def test_signal_at_interpreter_exit_keeps_the_exit_code():
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "rolling" in done.stdout
+    process = subprocess.run(
+        [sys.executable, "-c", LATE], capture_output=True, text=True, check=False
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "rolling" in process.stdout
 
 
 DROPPED = """
@@ -273,8 +277,8 @@ with raise_on_signals():
 
 
 def test_stop_that_arrives_in_a_del_method_is_raised_after_it():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=180
     )
-    assert done.stderr == ""
-    assert done.returncode == -signal.SIGTERM
+    assert process.stderr == ""
+    assert process.returncode == -signal.SIGTERM

@@ -50,8 +50,8 @@ def test_no_jobs_need_no_workers():
 def test_what_goes_wrong_in_a_worker_is_raised_here(function, error, message, capfd):
     with pytest.raises(error, match=message):
         reports_of(function, [1, 2], name="one of them")
-    shown = capfd.readouterr().err
-    assert ("Traceback" in shown) == (function in ("be_wrong", "no_such_function"))
+    output = capfd.readouterr().err
+    assert ("Traceback" in output) == (function in ("be_wrong", "no_such_function"))
 
 
 def test_all_workers_stop_when_one_fails():

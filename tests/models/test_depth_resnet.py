@@ -59,8 +59,8 @@ def test_depthfl_loss_equals_its_definition():
             if i != j:
                 p, q = logits[j].softmax(-1), logits[i].softmax(-1)
                 expected += (p * (p.log() - q.log())).sum(-1).mean() / 2
-    got = setup.task.recipe.loss(lambda params, x: logits, state.params, batch, None)
-    torch.testing.assert_close(got, expected)
+    loss = setup.task.recipe.loss(lambda params, x: logits, state.params, batch, None)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_inclusive_learning_trains_only_the_last_exit():
@@ -119,8 +119,8 @@ def test_weight_decay_leaves_untrained_exits_unchanged(leaf):
 
 
 def test_model_without_named_exits_is_refused_where_only_the_last_learns():
-    known = depth_resnet((1, 8, 8), 10, "batch", width=4, stages=2, blocks=1)
-    unnamed = fc.Model(known.module, known.groups, classifier=known.classifier)
+    model = depth_resnet((1, 8, 8), 10, "batch", width=4, stages=2, blocks=1)
+    unnamed = fc.Model(model.module, model.groups, classifier=model.classifier)
     experiment = fc.Experiment(
         recipe="depthfl(exits='last')", policy="prefix", fleet="1x0.5", rounds=1
     )

@@ -133,8 +133,8 @@ def test_width_without_clients_is_calibrated():
     assert 0 <= report.metrics["accuracy"] <= 1
     whole = eval_model(setup.task, after, FULL_REDUCTION, 1.0)
     first = whole.stages[0][0].norm1
-    seen = whole.stem(setup.task.source.calibration)
-    torch.testing.assert_close(first.running_mean, seen.mean((0, 2, 3)))
+    activations = whole.stem(setup.task.source.calibration)
+    torch.testing.assert_close(first.running_mean, activations.mean((0, 2, 3)))
 
 
 def test_calibration_gives_the_moments_of_norm_inputs():

@@ -66,12 +66,12 @@ def test_second_rate_is_for_full_and_medium_rows():
 
 
 def test_cell_filters_combine_and_seeds_come_first():
-    found = select_cells(
+    result = select_cells(
         EVERY, ["table1"], 2, {"dataset": ["mnist"], "column": ["iid", "L5"], "row": ["main"]}
     )
-    assert len(found) == 2 * 2 * 20
-    assert [seed for _, seed in found] == [0] * 40 + [1] * 40
-    assert {cell.column for cell, _ in found} == {"iid", "L5"}
+    assert len(result) == 2 * 2 * 20
+    assert [seed for _, seed in result] == [0] * 40 + [1] * 40
+    assert {cell.column for cell, _ in result} == {"iid", "L5"}
     assert len(select_cells(EVERY, ["table1"], 3, {"seed": ["1"], "cell": ["mnist-iid-full"]})) == 1
 
 

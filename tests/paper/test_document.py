@@ -155,11 +155,11 @@ def test_document_ranks_designs_at_the_second_rate(tmp_path):
     )
     for design, accuracy in (("1111444444", 0.97), ("1111223344", 0.96)):
         write_result(tmp_path, f"mnist-iid-pruning-{design}-lr0.1", 0, accuracy)
-    found = comparisons.second_rate_block(Evidence(tmp_path))
+    block = comparisons.second_rate_block(Evidence(tmp_path))
     assert (
-        "0 higher, 0 lower, 0 not decided, 1 with one seed, no verdict (0 above, 1 below)." in found
+        "0 higher, 0 lower, 0 not decided, 1 with one seed, no verdict (0 above, 1 below)." in block
     )
-    assert "| -1.00 | 1 |  | one seed | -0.75 |" in found
+    assert "| -1.00 | 1 |  | one seed | -0.75 |" in block
 
 
 def test_docs_command_writes_document_and_figures(fedcover, tmp_path):

@@ -28,12 +28,12 @@ def test_finished_cells_are_not_run_again(fedcover, tmp_path, monkeypatch):
     assert code == 0, err
     (row,) = json.loads(out)["cells"]
     assert (row["runs"], row["claimed"]) == (1, None)
-    (kept,) = read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")
-    assert kept["last"] * 100 == pytest.approx(row["last"])
-    assert kept["gamma_min"] == 8
-    assert kept["curve"]["round"] == [1, 2]
-    assert kept["made"]["engine"] == "sequential"  # too short a run for crews
-    assert "data" not in kept["made"]
+    (line,) = read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")
+    assert line["last"] * 100 == pytest.approx(row["last"])
+    assert line["gamma_min"] == 8
+    assert line["curve"]["round"] == [1, 2]
+    assert line["made"]["engine"] == "sequential"  # too short a run for crews
+    assert "data" not in line["made"]
     monkeypatch.setattr(reproduce, "sweep", lambda *_, **__: pytest.fail("it ran again"))
     code, out, err = fedcover("reproduce", "mnist-pruning", *ONE)
     assert code == 0
@@ -42,8 +42,8 @@ def test_finished_cells_are_not_run_again(fedcover, tmp_path, monkeypatch):
 
 
 def test_smoke_run_figures_lie_beside_its_results(fedcover, tmp_path):
-    wanted = ("reproduce", "figures", "--quick", "--only", "cell=mnist-L2-full", "--json")
-    code, out, err = fedcover(*wanted)
+    words = ("reproduce", "figures", "--quick", "--only", "cell=mnist-L2-full", "--json")
+    code, out, err = fedcover(*words)
     assert code == 0, err
     names = ["medium-L2.svg", "pruning-L2.svg", "subnet-L2.svg"]
     assert [Path(path).name for path in json.loads(out)["written"]] == names
@@ -59,13 +59,13 @@ def test_ctrl_c_keeps_the_finished_cells(fedcover, tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(reproduce, "sweep", second_is_stopped)
-    wanted = ("reproduce", "mnist-subnet", "--quick", "--only", "cell=mnist-iid-full,mnist-L2-full")
-    code, out, err = fedcover(*wanted)
+    words = ("reproduce", "mnist-subnet", "--quick", "--only", "cell=mnist-iid-full,mnist-L2-full")
+    code, out, err = fedcover(*words)
     assert (code, out) == (130, "")
-    assert f"resume with: fedcover {' '.join(wanted)}" in err
+    assert f"resume with: fedcover {' '.join(words)}" in err
     assert len(read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")) == 1
     monkeypatch.setattr(reproduce, "sweep", real)
-    assert fedcover(*wanted)[0] == 0
+    assert fedcover(*words)[0] == 0
     assert len(read_lines(tmp_path / "runs" / "reproduction-quick" / "digits.jsonl")) == 2
 
 
@@ -73,13 +73,13 @@ def test_ctrl_c_keeps_the_rounds_of_unfinished_cells(tmp_path):
     request = ReproductionRequest(
         ("mnist-subnet",), {"cell": ["mnist-iid-full", "mnist-L2-full"]}, smoke=True, out=tmp_path
     )
-    seen = []
+    calls = []
 
     @contextmanager
     def show_progress(title, rounds):
         def stop_after_the_first(report):
-            seen.append(report.round)
-            if len(seen) == 1:
+            calls.append(report.round)
+            if len(calls) == 1:
                 raise KeyboardInterrupt
 
         yield stop_after_the_first
@@ -91,7 +91,7 @@ def test_ctrl_c_keeps_the_rounds_of_unfinished_cells(tmp_path):
     new_results = reproduce.reproduce(
         request, machine=Machine(device="cpu"), show_progress=show_progress
     )
-    assert seen == [0, 1]
+    assert calls == [0, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["digits.jsonl"]
     assert [result["curve"]["round"] for result in new_results] == [[1, 2], [1, 2]]
     assert sorted(new_results, key=lambda result: result["cell"]) == read_lines(
@@ -129,16 +129,16 @@ def test_unknown_result_files_are_named(fedcover, tmp_path):
 )
 def test_every_kind_of_cell_runs(tmp_path, id):
     sets = tuple(BY_ID[id].sets)
-    (kept,) = reproduce.reproduce(
+    (result,) = reproduce.reproduce(
         ReproductionRequest(sets[:1], {"cell": [id]}, smoke=True, out=tmp_path),
         machine=Machine(device="cpu"),
     )
-    assert 0 <= kept["last"] <= kept["best"] <= 1
-    assert kept["diverged"] is None
-    assert kept["local"] is not None
-    assert kept["score"] == ("accuracy_common" if "homogeneous" in id else "accuracy")
-    assert ("validation" in kept["curve"]) == ("rate" in id)
-    assert ("loss" in kept["curve"]) == ("homogeneous" not in id)
+    assert 0 <= result["last"] <= result["best"] <= 1
+    assert result["diverged"] is None
+    assert result["local"] is not None
+    assert result["score"] == ("accuracy_common" if "homogeneous" in id else "accuracy")
+    assert ("validation" in result["curve"]) == ("rate" in id)
+    assert ("loss" in result["curve"]) == ("homogeneous" not in id)
 
 
 @pytest.mark.parametrize("id", ["mnist-iid-homogeneous-0.5", "cifar10-iid-homogeneous-0.25"])
@@ -180,10 +180,10 @@ for name in ("rich", "cyclopts", "pooch", "matplotlib"):
 from fedcover.paper.reproduce import main
 main(["table1", "quick=true", "cell=mnist-iid-full", "device=cpu", f"out={sys.argv[1]}"])
 """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["digits.jsonl"]
 
 

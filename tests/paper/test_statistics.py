@@ -44,21 +44,21 @@ def test_p_value_is_symmetric_and_falls_with_distance(t, freedom):
 
 
 def test_claim_is_compared_within_and_beyond_noise():
-    found = seed_statistics([97.8, 98.0, 98.2])
-    assert (found.mean, found.seeds) == (pytest.approx(98.0), 3)
-    edge = 4.302653 * found.spread * (2 / 3) ** 0.5
-    assert against_claim(98.0 + 0.999 * edge, found) == "="
-    assert against_claim(98.0 + 1.001 * edge, found) == "lower"
-    assert against_claim(98.0 - 1.001 * edge, found) == "higher"
+    result = seed_statistics([97.8, 98.0, 98.2])
+    assert (result.mean, result.seeds) == (pytest.approx(98.0), 3)
+    edge = 4.302653 * result.spread * (2 / 3) ** 0.5
+    assert against_claim(98.0 + 0.999 * edge, result) == "="
+    assert against_claim(98.0 + 1.001 * edge, result) == "lower"
+    assert against_claim(98.0 - 1.001 * edge, result) == "higher"
     assert against_claim(10.0, SeedStatistics(90.0, None, 1)) == "one seed"
     assert against_claim(90.0, SeedStatistics(90.0, 0.0, 3)) == "="
     assert seed_statistics([]) is None
 
 
 def test_paired_difference_uses_shared_seeds():
-    found = paired_difference({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.0, 7: 3.0})
-    assert (found.mean, found.seeds) == (0.75, 2)
-    assert found.verdict == "not decided"
+    result = paired_difference({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.0, 7: 3.0})
+    assert (result.mean, result.seeds) == (0.75, 2)
+    assert result.verdict == "not decided"
     assert paired_difference({0: 1.0}, {1: 1.0}) is None
     assert paired_difference({0: 1.0}, {0: 2.0}).verdict == "one seed"
     assert paired_difference({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}).verdict == "lower"

@@ -54,9 +54,9 @@ class TestEveryPolicy:
     """What each policy promises, on each model."""
 
     def test_policy_gives_every_client_one_reduction(self, name, view):
-        given = asked(name, view)
-        assert len(given) == len(view.cohort)
-        assert any(part is not None for part in given)
+        reductions = asked(name, view)
+        assert len(reductions) == len(view.cohort)
+        assert any(part is not None for part in reductions)
 
     def test_policy_is_pure(self, name, view):
         before = {key: tensor.clone() for key, tensor in view.params.items()}
@@ -75,10 +75,10 @@ class TestEveryPolicy:
         if name in IGNORES_CAPACITY:
             pytest.skip("its parts do not depend on the clients' capacities")
         try:
-            given = zip(view.cohort, POLICIES[name](view, **NEEDED.get(name, {})), strict=True)
+            pairs = zip(view.cohort, POLICIES[name](view, **NEEDED.get(name, {})), strict=True)
         except InvalidValue as error:
             pytest.skip(f"refused: {error}")
-        for client, reduction in ((client, part) for client, part in given if part is not None):
+        for client, reduction in ((client, part) for client, part in pairs if part is not None):
             assert fits(view, client.capacity, reduction)
             if measure == "parameters":
                 total = sum(p.numel() for p in view.params.values())
@@ -104,8 +104,8 @@ class TestEveryPolicy:
         masks = reduction.mask(view.params)
         for key, part in reduction.extract(view.params).items():
             expected = view.params[key][masks[key]]
-            got = part[masks[key]] if isinstance(reduction, Masks) else part.flatten()
-            assert torch.equal(got, expected)
+            values = part[masks[key]] if isinstance(reduction, Masks) else part.flatten()
+            assert torch.equal(values, expected)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -83,9 +83,9 @@ def test_planned_is_never_noisier_than_a_codename_of_equal_coverage(codename, ki
     view = view_of_fleet(fleet_of(codename_capacities(codename)))
     least = min(region_coverage(codename).values())
     by_hand = POLICIES["regions"](view, codename=codename, kind=kind)
-    ours = planned(view, kind=kind, gamma=least)
-    assert gamma(view, ours) >= gamma(view, by_hand) == least
-    assert noise(view, ours) <= noise(view, by_hand) + 1e-12
+    own_plan = planned(view, kind=kind, gamma=least)
+    assert gamma(view, own_plan) >= gamma(view, by_hand) == least
+    assert noise(view, own_plan) <= noise(view, by_hand) + 1e-12
 
 
 @pytest.mark.parametrize("kind", ["pruning", "subnet"])
@@ -213,13 +213,13 @@ def test_count_and_energy_equals_counting_part_by_part(model, policy):
     setup, state = world(model)
     view = view_of(setup, state, cohort_of(setup, 0))
     parts = POLICIES[policy](view)
-    counts, kept = count_and_energy(
+    counts, energy = count_and_energy(
         view.groups, energy_on_cut_axes(view.groups, view.params), parts
     )
     for name, count in coverage.count(view.params, parts).items():
         assert torch.equal(counts[name].expand(count.shape), count.int()), name
     expected = [coverage.energy(part.extract(view.params)) for part in parts]
-    assert kept.tolist() == pytest.approx(expected)
+    assert energy.tolist() == pytest.approx(expected)
 
 
 def test_planned_keeps_nested_units_from_the_first():
@@ -251,11 +251,11 @@ def test_planned_covers_a_large_group_over_several_rounds():
 
 def test_planned_rotates_shared_units():
     view = view_of_fleet("6x0.5")
-    kept = {
+    windows_seen = {
         tuple(planned(replace(view, round=round), gamma=3)[0].kept["hidden1"].tolist())
         for round in range(5)
     }
-    assert len(kept) > 2
+    assert len(windows_seen) > 2
 
 
 @pytest.mark.parametrize("tolerate", [0, 1])

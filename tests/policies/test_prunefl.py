@@ -81,7 +81,7 @@ def random_view(seed, model="cnn"):
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 @pytest.mark.parametrize("share", [0.3, 0.05, 1.0])
 def test_reconfiguration_equals_its_definition(model, seed, share):
-    view, kept = random_view(seed, model)
+    view, bits = random_view(seed, model)
     sizes = {name: view.params[name].numel() for name in view.prunable}
     for overhead, traffic, budget in [
         (0.1, 6.0, 10**6),
@@ -89,7 +89,7 @@ def test_reconfiguration_equals_its_definition(model, seed, share):
         (0.1, 6.0, sum(sizes.values()) * 6 // 10),
     ]:
         greedy = Reconfiguration(share, overhead, traffic, budget)
-        same(reconfigure(view, kept, greedy), by_definition(view, kept, greedy))
+        same(reconfigure(view, bits, greedy), by_definition(view, bits, greedy))
 
 
 def test_reconfiguration_removes_and_restores_weights():
@@ -97,12 +97,12 @@ def test_reconfiguration_removes_and_restores_weights():
 
     Else the comparison would be empty.
     """
-    view, kept = random_view(1)
-    new = reconfigure(view, kept, Reconfiguration(0.3, 0.1, 6.0, 10**6))
-    gone = sum(int((kept[name] & ~new[name]).sum()) for name in kept)
-    came = sum(int((~kept[name] & new[name]).sum()) for name in kept)
-    stayed_out = sum(int((~kept[name] & ~new[name]).sum()) for name in kept)
-    assert min(gone, came, stayed_out) > 0
+    view, bits = random_view(1)
+    new = reconfigure(view, bits, Reconfiguration(0.3, 0.1, 6.0, 10**6))
+    num_removed = sum(int((bits[name] & ~new[name]).sum()) for name in bits)
+    came = sum(int((~bits[name] & new[name]).sum()) for name in bits)
+    stayed_out = sum(int((~bits[name] & ~new[name]).sum()) for name in bits)
+    assert min(num_removed, came, stayed_out) > 0
 
 
 def test_weights_used_more_often_need_larger_gradients():
@@ -182,15 +182,15 @@ def test_candidate_share_halves_every_half_life(initial, due, share):
     """With a half-life of two rounds, 0.8 becomes 0.4 two rounds after the initial ones and 0.2
     four rounds after.
     """
-    view, kept = random_view(3, "mlp")
+    view, mask_bits = random_view(3, "mlp")
     masked = {
-        name: bits.double() * due for name, bits in kept.items()
+        name: bits.double() * due for name, bits in mask_bits.items()
     }  # the mask of the rounds before the choice
     view = replace(view, round=due, measured={**view.measured, "trained_in": masked}, levels=(1.0,))
     options = {"every": 2, "initial": initial, "share": 0.8, "half_life": 2.0}
     mask = next(part for part in prunefl(view, **options) if part is not None)
     budget = sum(view.params[name].numel() for name in view.prunable)
-    same(mask.bits, by_definition(view, kept, Reconfiguration(share, 0.1, 6.0, budget)))
+    same(mask.bits, by_definition(view, mask_bits, Reconfiguration(share, 0.1, 6.0, budget)))
 
 
 def by_hand(squares, kept, share, budget, uses=None):
@@ -210,10 +210,10 @@ def test_candidate_joins_only_above_the_ratio_of_kept_weights():
 
     A candidate of gain g takes 2: g/2 > 8/6.
     """
-    kept = [True, True, False, False]
-    assert by_hand([6.0, 2.0, 2.7, 0.0], kept, 0.0, 4) == [1, 1, 1, 0]
-    assert by_hand([6.0, 2.0, 2.6, 0.0], kept, 0.0, 4) == [1, 1, 0, 0]
-    assert by_hand([6.0, 3.0, 3.0, 0.0], kept, 0.0, 4) == [
+    mask_bits = [True, True, False, False]
+    assert by_hand([6.0, 2.0, 2.7, 0.0], mask_bits, 0.0, 4) == [1, 1, 1, 0]
+    assert by_hand([6.0, 2.0, 2.6, 0.0], mask_bits, 0.0, 4) == [1, 1, 0, 0]
+    assert by_hand([6.0, 3.0, 3.0, 0.0], mask_bits, 0.0, 4) == [
         1,
         1,
         0,

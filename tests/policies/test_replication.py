@@ -51,11 +51,11 @@ def test_planned_copies_equal_the_winner_of_the_trial():
     described = fc.Experiment(**{**SHARED, **CIFAR, "policy": "planned"})
     view = replace(fleet_view(described), rounds=described.rounds)
     for policy, round in (("prefix", 0), ("prefix", 59), (twins, 60), (twins, 99)):
-        wanted = (POLICIES[policy] if isinstance(policy, str) else policy)(view)
-        for mine, theirs in zip(
-            POLICIES["planned"](replace(view, round=round)), wanted, strict=True
+        expected_parts = (POLICIES[policy] if isinstance(policy, str) else policy)(view)
+        for part, theirs in zip(
+            POLICIES["planned"](replace(view, round=round)), expected_parts, strict=True
         ):
-            same(mine.kept, theirs.kept)
+            same(part.kept, theirs.kept)
     assert [copy_transform(replace(view, round=round)) is None for round in (0, 59, 61, 99)] == [
         True
     ] * 4
@@ -121,8 +121,8 @@ def test_model_gives_the_same_answers_after_copying():
     common = replace(
         nested.state, params=coverage.covered_only(nested.state.params, nested.state.coverage)
     )
-    known = evaluate(nested.setup.task, common, nested.setup.task.source.test)
-    assert copied.metrics[2]["accuracy"] == pytest.approx(known.accuracy, abs=0.011)
+    score_before = evaluate(nested.setup.task, common, nested.setup.task.source.test)
+    assert copied.metrics[2]["accuracy"] == pytest.approx(score_before.accuracy, abs=0.011)
     assert copied.metrics[1]["train_loss"] == nested.metrics[1]["train_loss"]
     between = copied.state.params["stages.1.0.conv2.weight"][:16, 16:]
     assert (
@@ -163,8 +163,8 @@ def test_resumed_run_around_the_copy_is_bit_for_bit(tmp_path):
         fc.run(experiment(), tmp_path / "stopped", machine=machine, watch=stop)
     same(fc.resume(tmp_path / "stopped").state.params, whole.state.params)
     after, _ = fc.replay(tmp_path / "whole", 2)
-    kept, _ = fc.replay(tmp_path / "whole", 3)
-    assert (after.round, kept.round) == (3, 4)
+    state, _ = fc.replay(tmp_path / "whole", 3)
+    assert (after.round, state.round) == (3, 4)
 
 
 @dataclass
@@ -185,20 +185,20 @@ def test_planned_called_directly_does_not_copy():
 @pytest.mark.parametrize(("fleet", "active"), [("1x0.25", 1), ("3x0.25", 3), ("1x0.5 + 3x0.25", 4)])
 def test_every_unit_of_every_copy_is_trained_in_turn(fleet, active):
     view = view_at(60, fleet=fleet)
-    seen = []
+    parts = []
     for round in range(60, 64):
-        seen += POLICIES["planned"](replace(view, round=round, cohort=view.cohort[:active]))
+        parts += POLICIES["planned"](replace(view, round=round, cohort=view.cohort[:active]))
     for group in view.groups:
-        assert {int(unit) for part in seen for unit in part.kept[group.name]} == set(
+        assert {int(unit) for part in parts for unit in part.kept[group.name]} == set(
             range(group.size)
         )
 
 
 def test_larger_device_holds_the_first_copy_and_part_of_the_next():
     run = fc.run(experiment(fleet="1x0.5", rounds=3, active=1))
-    held = run.part(0.75).kept
+    units = run.part(0.75).kept
     assert all(
-        held[g.name].tolist() == list(range(3 * g.size // 4)) for g in run.setup.task.model.groups
+        units[g.name].tolist() == list(range(3 * g.size // 4)) for g in run.setup.task.model.groups
     )
 
 
@@ -236,12 +236,12 @@ def test_certificate_says_that_copying_is_outside_the_theorems(tmp_path):
         "rounds": 3,
         "keep_rounds": (0,),
     }
-    for policy, said in (("planned", True), ("planned(copies=false)", False)):
+    for policy, is_outside in (("planned", True), ("planned(copies=false)", False)):
         fc.run(experiment(**small, policy=policy), tmp_path / policy)
         outside = fc.certify(tmp_path / policy)["bounds"]["sharper"]["outside"]
         assert (
             any("changes the model between rounds, before round 2" in each for each in outside)
-            == said
+            == is_outside
         )
 
 
@@ -274,9 +274,9 @@ def test_tensors_shared_by_copies_exist_once():
     view = view_of(setup, state, cohort_of(setup, 6))
     after = copy_transform(view)(state.params)
     assert torch.equal(after["head.weight"][:, 16:], state.params["head.weight"][:, 16:])
-    [mine] = [
+    [first_part] = [
         part
         for part, client in zip(setup.policy(view), view.cohort, strict=True)
         if client.slot == 0
     ]
-    same(mine.extract(after), windows(view.groups, 0.5).extract(state.params))
+    same(first_part.extract(after), windows(view.groups, 0.5).extract(state.params))

@@ -46,10 +46,10 @@ def test_runs_in_one_process_do_not_affect_each_other():
         assert figures(one) == figures(other)
         assert_equal(one.state.params, other.state.params)
     data, model = small_dataset(), own_model()
-    given = {name: p.clone() for name, p in model.module.named_parameters()}
+    initial_params = {name: p.clone() for name, p in model.module.named_parameters()}
     shared = [fc.run(tiny(rounds=2), dataset=data, model=model) for _ in range(2)]
     assert figures(shared[0]) == figures(shared[1])
-    assert_equal(given, dict(model.module.named_parameters()))
+    assert_equal(initial_params, dict(model.module.named_parameters()))
 
 
 def test_nested_runs_do_not_affect_each_other():
@@ -71,13 +71,13 @@ def test_run_depends_on_the_seed_alone():
 def test_run_restores_random_state_and_threads():
     before, threads = torch.get_rng_state(), torch.get_num_threads()
     numpy_before = np.random.get_state()[1].copy()
-    seen = []
+    random_states = []
     fc.run(
         tiny(rounds=2),
         machine=fc.Machine(threads=2),
-        watch=lambda report: seen.append(torch.get_num_threads()),
+        watch=lambda report: random_states.append(torch.get_num_threads()),
     )
-    assert seen == [2, 2]
+    assert random_states == [2, 2]
     assert torch.get_num_threads() == threads
     with pytest.raises(fc.FedcoverError, match="diverged"):
         fc.run(tiny(lr=1e20), machine=fc.Machine(threads=2))

@@ -57,9 +57,9 @@ def test_checkpoint_holds_the_whole_state(tmp_path):
         same(there.coverage.ever, whole.coverage.ever)
         same(there.coverage.window[0], whole.coverage.window[0])
         for kind in ("statistics", "measured", "server", "private"):
-            known = getattr(whole, kind)
-            assert list(getattr(there, kind)) == list(known)
-            for key, tensors in known.items():
+            expected = getattr(whole, kind)
+            assert list(getattr(there, kind)) == list(expected)
+            for key, tensors in expected.items():
                 same(getattr(there, kind)[key], tensors)
 
 
@@ -127,11 +127,17 @@ def test_foreign_tensors_are_refused_as_checkpoint(tmp_path, metadata):
 
 
 def test_leftovers_of_writes_are_removed(tmp_path):
-    kept = [".hidden.txt", ".git.1", "a.json", "round-000001.safetensors.12", ".a.json.x"]
-    for name in [*kept, ".round-000001.0a.safetensors.12", ".a.json.7", ".a.jsonl.77", ".a.toml.1"]:
+    other_names = [".hidden.txt", ".git.1", "a.json", "round-000001.safetensors.12", ".a.json.x"]
+    for name in [
+        *other_names,
+        ".round-000001.0a.safetensors.12",
+        ".a.json.7",
+        ".a.jsonl.77",
+        ".a.toml.1",
+    ]:
         (tmp_path / name).touch()
     checkpoints.remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(other_names)
 
 
 def test_damaged_checkpoints_are_all_named(tmp_path):

@@ -37,7 +37,7 @@ def prepared(own=None, **fields):
 
 
 @pytest.mark.parametrize(
-    ("model", "fields", "said"),
+    ("model", "fields", "message"),
     [
         (net(), {"norm": "tracked"}, "norm 'tracked' keeps statistics of batch norms"),
         (net(), {"norm": "per-width"}, "has none: use 'batch'"),
@@ -63,8 +63,8 @@ def prepared(own=None, **fields):
         (None, {"policy": "exclude(below=0)"}, "policy exclude: below must be in"),
     ],
 )
-def test_settings_without_effect_are_refused(model, fields, said):
-    with pytest.raises(InvalidValue, match=said):
+def test_settings_without_effect_are_refused(model, fields, message):
+    with pytest.raises(InvalidValue, match=message):
         fc.run(fc.Experiment(**SMALL, **fields), model=model, machine=HERE)
 
 
@@ -188,7 +188,7 @@ UNITS = torch.arange(4)
 
 
 @pytest.mark.parametrize(
-    ("made", "said"),
+    ("reductions", "message"),
     [
         (
             lambda view: Slices(view.groups, {"hidden1": torch.tensor([3, 16])}),
@@ -220,11 +220,11 @@ UNITS = torch.arange(4)
         (lambda view: Masks({"hidden1.weight": torch.ones(16, 64)}), "booleans of shape"),
     ],
 )
-def test_policy_parts_that_do_not_fit_the_model_are_refused(made, said):
+def test_policy_parts_that_do_not_fit_the_model_are_refused(reductions, message):
     def policy(view):
-        return [made(view) for _ in view.cohort]
+        return [reductions(view) for _ in view.cohort]
 
-    with pytest.raises(InvalidValue, match=said):
+    with pytest.raises(InvalidValue, match=message):
         fc.run(
             fc.Experiment(**SMALL, model="mlp(hidden=[16])", fleet="1x0.5"),
             policy=policy,
@@ -285,11 +285,11 @@ def test_data_of_another_dtype_than_the_module_is_refused(policy):
 
 def test_errors_name_python_models_by_their_class():
     wrong = nn.Sequential(nn.Flatten(), nn.Linear(63, 10))
-    said = r"^model Sequential \(given in Python\) cannot take data 'digits': "
-    with pytest.raises(InvalidValue, match=said):
+    message = r"^model Sequential \(given in Python\) cannot take data 'digits': "
+    with pytest.raises(InvalidValue, match=message):
         prepared(fc.Model(wrong, ()))
-    said = r"^model Sequential \(given in Python\) cannot take data 'mine' \(given in Python\): "
-    with pytest.raises(InvalidValue, match=said):
+    message = r"^model Sequential \(given in Python\) cannot take data 'mine' \(given in Python\): "
+    with pytest.raises(InvalidValue, match=message):
         fc.run(
             fc.Experiment(**SMALL),
             model=fc.Model(wrong, ()),
@@ -340,10 +340,10 @@ def test_warning_says_how_much_of_a_model_devices_hold(caplog):
 def test_policy_view_has_cuts_of_visible_tensors_only(own, fields):
     def half(view):
         assert all(cut.tensor in view.params for group in view.groups for cut in group.cuts)
-        seen.update(cut.tensor for group in view.groups for cut in group.buffers)
+        tensors.update(cut.tensor for group in view.groups for cut in group.buffers)
         return [windows(view.groups, 0.5)] * len(view.cohort)
 
-    seen = set()
+    tensors = set()
     data = (
         {"dataset": "synthetic(shape=(3, 8, 8), classes=3, samples=7, test_size=50)"}
         if "norm" in fields
@@ -356,7 +356,7 @@ def test_policy_view_has_cuts_of_visible_tensors_only(own, fields):
         policy=half,
         machine=HERE,
     )
-    assert seen
+    assert tensors
     assert run.state.round == 1
     if fields.get("norm") == "tracked":
         assert any(name.endswith("running_mean") for name in run.state.statistics["all"])

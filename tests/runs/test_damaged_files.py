@@ -26,11 +26,11 @@ def test_torn_last_line_is_ignored(stopped, whole, torn):
 
 
 def test_lost_lines_are_reported(stopped, whole):
-    kept = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (stopped / "metrics.jsonl").write_text(kept[0] + kept[2])
-    said = []
-    fc.resume(stopped, complain=said.append)
-    assert re.search(r"metrics\.jsonl lacks the rounds \[1\]", said[0])
+    lines = (stopped / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (stopped / "metrics.jsonl").write_text(lines[0] + lines[2])
+    messages = []
+    fc.resume(stopped, complain=messages.append)
+    assert re.search(r"metrics\.jsonl lacks the rounds \[1\]", messages[0])
     assert figures(stopped) == [line for line in figures(whole) if line["round"] != 1]
 
 
@@ -70,10 +70,10 @@ def test_damaged_newest_checkpoint_is_named_and_the_older_one_used(stopped, whol
     newest = list_checkpoints(stopped / "checkpoints")[0].path
     newest.write_bytes(damage(newest.read_bytes()))
     assert fc.load(stopped).state.round == 2
-    said = []
-    fc.resume(stopped, complain=said.append)
-    assert f"checkpoint {newest} is damaged" in said[0]
-    assert "going on from the older checkpoint of round 2" in said[0]
+    messages = []
+    fc.resume(stopped, complain=messages.append)
+    assert f"checkpoint {newest} is damaged" in messages[0]
+    assert "going on from the older checkpoint of round 2" in messages[0]
     assert_same_end(stopped, whole)
 
 
@@ -87,12 +87,12 @@ def test_damaged_checkpoint_never_replaces_an_intact_one(tmp_path):
         fc.run(experiment, folder, watch=stop)
     assert [file.round for file in list_checkpoints(folder / "checkpoints")] == [4, 3]
     list_checkpoints(folder / "checkpoints")[0].path.write_bytes(b"")
-    said = []
-    again = images(folder, partial(fc.resume, folder, complain=said.append))[6]
+    messages = []
+    again = images(folder, partial(fc.resume, folder, complain=messages.append))[6]
     list_checkpoints(again / "checkpoints")[0].path.write_bytes(b"")
-    fc.resume(again, complain=said.append)
-    assert ["round-000004" in said[0], "round-000006" in said[1]] == [True, True]
-    assert said[1].endswith("going on from the older checkpoint of round 3")
+    fc.resume(again, complain=messages.append)
+    assert ["round-000004" in messages[0], "round-000006" in messages[1]] == [True, True]
+    assert messages[1].endswith("going on from the older checkpoint of round 3")
     assert_same_end(again, folder)
 
 
@@ -121,7 +121,7 @@ def test_checkpoint_of_another_experiment_is_refused(stopped, whole, tmp_path):
         file.path.unlink()
     with pytest.raises(RunError, match=r"round-000008.* belongs to another experiment"):
         fc.resume(alone)
-    said = []
-    fc.resume(stopped, complain=said.append)
-    assert "belongs to another experiment" in said[0]
+    messages = []
+    fc.resume(stopped, complain=messages.append)
+    assert "belongs to another experiment" in messages[0]
     assert_same_end(stopped, whole)

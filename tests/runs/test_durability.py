@@ -39,31 +39,31 @@ class Record:
 
 @pytest.fixture
 def record(monkeypatch):
-    made, fsync, replace = Record(), os.fsync, os.replace
+    calls, fsync, replace = Record(), os.fsync, os.replace
 
     def seen_fsync(handle):
         fsync(handle)
         about = os.fstat(handle)
-        made.steps.append(
+        calls.steps.append(
             ("folder", about.st_ino)
             if stat.S_ISDIR(about.st_mode)
             else ("file", about.st_ino, about.st_size)
         )
 
-    def seen_replace(source, target, **given):
-        replace(source, target, **given)
-        made.steps.append(("put", Path(target)))
+    def seen_replace(source, target, **options):
+        replace(source, target, **options)
+        calls.steps.append(("put", Path(target)))
 
     monkeypatch.setattr(os, "fsync", seen_fsync)
     monkeypatch.setattr(os, "replace", seen_replace)
-    return made
+    return calls
 
 
 def test_atomic_write_syncs_the_file_before_and_the_folder_after(record, tmp_path):
     disk.write_atomically(tmp_path / "file", b"content")
     number = (tmp_path / "file").stat().st_ino
-    wanted = [("file", number, 7), ("put", tmp_path / "file"), ("folder", tmp_path.stat().st_ino)]
-    assert record.steps == wanted
+    expected = [("file", number, 7), ("put", tmp_path / "file"), ("folder", tmp_path.stat().st_ino)]
+    assert record.steps == expected
 
 
 def test_appended_lines_are_synced(record, tmp_path):
@@ -122,15 +122,15 @@ def test_kept_state_is_written_before_the_checkpoint_of_its_round(folder, record
 def test_crash_after_any_replaced_file_loses_no_kept_state(tmp_path, monkeypatch):
     replace, images = os.replace, []
 
-    def copying(source, target, **given):
-        replace(source, target, **given)
+    def copying(source, target, **options):
+        replace(source, target, **options)
         if (folder / "experiment.toml").exists():
             images.append(Path(shutil.copytree(folder, tmp_path / f"crash-{len(images)}")))
 
-    folder, wanted = tmp_path / "run", tiny(rounds=2, keep_rounds=(0, 1, 2))
+    folder, experiment = tmp_path / "run", tiny(rounds=2, keep_rounds=(0, 1, 2))
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", copying)
-        fc.run(wanted, folder)
+        fc.run(experiment, folder)
     assert len(images) > 5
     for image in images:
         fc.resume(image, complain=pytest.fail)

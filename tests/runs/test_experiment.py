@@ -282,14 +282,14 @@ def test_error_on_active_says_that_it_is_the_default():
     ids=lambda part: str(part)[:20].encode("unicode_escape").decode(),
 )
 def test_error_names_field_value_and_what_is_allowed(field, value, what):
-    with pytest.raises(InvalidValue) as caught:
+    with pytest.raises(InvalidValue) as exc_info:
         Experiment(**{field: value})
-    sentence = str(caught.value)
+    sentence = str(exc_info.value)
     assert "\n" not in sentence
     assert sentence.startswith(field)
     assert what in sentence
-    given = value[0] if isinstance(value, list) and sentence.startswith(f"{field}.") else value
-    assert sentence.endswith(f"got {given!r}")
+    invalid = value[0] if isinstance(value, list) and sentence.startswith(f"{field}.") else value
+    assert sentence.endswith(f"got {invalid!r}")
 
 
 @pytest.mark.parametrize(
@@ -391,13 +391,17 @@ def test_digest_covers_what_is_computed():
 
 def test_codename_brings_its_fleet():
     policy = "regions(codename='1111447')"
-    found = Experiment(policy=policy)
-    assert (found.fleet, found.assignment, found.active) == ("4x1 + 2x0.75 + 1x0.5", "slot", 7)
-    assert found.scaled_fleet.counts == (4, 2, 1)
-    assert Experiment.from_toml(found.to_toml()) == found
+    experiment = Experiment(policy=policy)
+    assert (experiment.fleet, experiment.assignment, experiment.active) == (
+        "4x1 + 2x0.75 + 1x0.5",
+        "slot",
+        7,
+    )
+    assert experiment.scaled_fleet.counts == (4, 2, 1)
+    assert Experiment.from_toml(experiment.to_toml()) == experiment
     assert (
         Experiment(policy=policy, fleet="4x1.0 + 2x3/4 + 1x.5", assignment="slot", active=7)
-        == found
+        == experiment
     )
     assert Experiment(policy="regions(codename='1414')").fleet == "1x1 + 1x0.75 + 1x1 + 1x0.75"
 

@@ -35,20 +35,22 @@ def test_exported_part_equals_the_runs_part(tmp_path, fields):
     test_x = run.setup.task.source.test.x[:50]
     for capacity in (1.0, 0.5):
         path = tmp_path / f"{capacity}.safetensors"
-        told = export(run, capacity, path)
+        report = export(run, capacity, path)
         loaded = fc.load_part(path)
         assert not loaded.training
         with torch.no_grad():
-            wanted = run.submodel(capacity)(test_x)
-            assert torch.equal(loaded(test_x), wanted)
-        assert told["stored"] == sum(p.numel() for p in loaded.parameters())
+            expected = run.submodel(capacity)(test_x)
+            assert torch.equal(loaded(test_x), expected)
+        assert report["stored"] == sum(p.numel() for p in loaded.parameters())
         assert (
-            told["parameters"] <= told["stored"] <= sum(p.numel() for p in run.model().parameters())
+            report["parameters"]
+            <= report["stored"]
+            <= sum(p.numel() for p in run.model().parameters())
         )
         if capacity == 1:
-            assert torch.equal(run.model()(test_x), wanted)
+            assert torch.equal(run.model()(test_x), expected)
         else:
-            assert told["parameters"] < sum(p.numel() for p in run.model().parameters())
+            assert report["parameters"] < sum(p.numel() for p in run.model().parameters())
 
 
 def test_export_refuses_wrong_capacities_and_paths(tmp_path, finished):

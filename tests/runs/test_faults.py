@@ -226,6 +226,6 @@ experiment = fc.Experiment.from_toml((target / "experiment.toml").read_text())
 machine = fc.Machine("sequential", "cpu", threads=1)
 """
     line = [sys.executable, "-c", begin + script, str(tmp_path)]
-    done = subprocess.run(line, timeout=180, capture_output=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run(line, timeout=180, capture_output=True)
+    assert process.returncode == 0, process.stderr
     assert figures(tmp_path / "run") == figures(whole)

@@ -70,7 +70,7 @@ def test_run_resumed_in_two_processes_equals_one_process(tmp_path, alone):
 
 
 def test_torchrun_writes_one_run_that_resumes_in_one_process(tmp_path, alone):
-    done = command(
+    rounds_done = command(
         *TORCHRUN,
         "run",
         *OPTIONS,
@@ -81,10 +81,10 @@ def test_torchrun_writes_one_run_that_resumes_in_one_process(tmp_path, alone):
         "--json",
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout)
+    assert rounds_done.returncode == 0, rounds_done.stderr
+    summary = json.loads(rounds_done.stdout)
     assert summary["accuracy"] == pytest.approx(alone.accuracy)
-    assert done.stderr.count("round 4/4") == 1
+    assert rounds_done.stderr.count("round 4/4") == 1
     folder = tmp_path / "runs" / "b"
     assert json.loads((folder / "manifest.json").read_text())["processes"] == 2
     newest = max((folder / "checkpoints").iterdir())
@@ -95,10 +95,10 @@ def test_torchrun_writes_one_run_that_resumes_in_one_process(tmp_path, alone):
 
 def test_error_in_one_process_ends_all_with_one_sentence(tmp_path):
     wrong = ["--set", "lr=1e30", "--set", "name=c", "--processes", "2"]
-    done = command(*FEDCOVER, "run", *OPTIONS, *wrong, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count("training diverged in round 0") == 1
-    assert "Traceback" not in done.stderr
+    rounds_done = command(*FEDCOVER, "run", *OPTIONS, *wrong, cwd=tmp_path)
+    assert rounds_done.returncode == 1
+    assert rounds_done.stderr.count("training diverged in round 0") == 1
+    assert "Traceback" not in rounds_done.stderr
     assert not (tmp_path / "runs" / "c").exists()
 
 
@@ -123,11 +123,11 @@ def test_ctrl_c_stops_all_processes_and_the_run_resumes(tmp_path):
     assert "stopped; resume with: fedcover resume runs/d" in rest
     assert "Traceback" not in rest
     wait_for_nobody(running.pid)
-    done = fc.load(tmp_path / "runs" / "d").state.round
-    assert done >= 2
+    rounds_done = fc.load(tmp_path / "runs" / "d").state.round
+    assert rounds_done >= 2
     with pytest.raises(Stop):
         fc.resume(tmp_path / "runs" / "d", watch=raise_stop)
-    assert figures(tmp_path / "runs" / "d")[done]["round"] == done
+    assert figures(tmp_path / "runs" / "d")[rounds_done]["round"] == rounds_done
 
 
 def raise_stop(report):
@@ -181,8 +181,8 @@ def height_of_the_other(hidden):
                 1024 * int(next(line for line in status if line.startswith("VmHWM")).split()[1])
             )
 
-    wanted = fc.Experiment(**{**FIELDS, "model": f"mlp(hidden={hidden})", "rounds": 3})
-    fc.run(wanted, machine=fc.Machine("sequential", "cpu", processes=2), watch=look)
+    experiment = fc.Experiment(**{**FIELDS, "model": f"mlp(hidden={hidden})", "rounds": 3})
+    fc.run(experiment, machine=fc.Machine("sequential", "cpu", processes=2), watch=look)
     return heights[0]
 
 

@@ -72,8 +72,8 @@ def test_odd_setting_does_not_hide_other_runs(line, tmp_path, caplog):
     made_up_run(tmp_path / "runs" / "whole")
     path = made_up_run(tmp_path / "runs" / "odd") / "experiment.toml"
     field = line.split(" =")[0]
-    kept = [text for text in path.read_text().splitlines() if not text.startswith(f"{field} =")]
-    path.write_text("\n".join([*kept, line]))
+    lines = [text for text in path.read_text().splitlines() if not text.startswith(f"{field} =")]
+    path.write_text("\n".join([*lines, line]))
     data = report(tmp_path, tmp_path / "runs")
     assert [run["name"] for run in data["runs"]] == ["whole"]
     assert len(data["notes"]) == 1
@@ -136,9 +136,9 @@ def test_page_is_written_for_any_metrics_line(data, tmp_path):
     assert page(gathered, "x")
     history.as_csv(history.metric_rows(gathered.records))
     history.as_json(history.metric_rows(gathered.records))
-    seen = read_run_view(folder)
-    Console(file=io.StringIO()).print(render(seen))
-    json.dumps(seen.summary())
+    view = read_run_view(folder)
+    Console(file=io.StringIO()).print(render(view))
+    json.dumps(view.summary())
 
 
 HUGE = "9" * 400
@@ -151,9 +151,9 @@ def test_impossible_numbers_are_not_shown(figure, tmp_path):
     folder = made_up_run(tmp_path / "run")
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(f'{{"round": 5, {figure}}}\n')
-    shown = io.StringIO()
-    Console(file=shown).print(render(read_run_view(folder)))
-    assert "9" * 20 not in shown.getvalue()
+    stream = io.StringIO()
+    Console(file=stream).print(render(read_run_view(folder)))
+    assert "9" * 20 not in stream.getvalue()
 
 
 # ── shown as text ─────────────────────────────────────────────────────────────────────────────────
@@ -215,14 +215,14 @@ def test_csv_cells_hold_no_formulas(hostile, fedcover):
 def test_full_output_device_is_one_sentence(words, tmp_path):
     made_up_run(tmp_path / "run")
     with open("/dev/full", "wb") as full:
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "fedcover", *words],
             cwd=tmp_path,
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
         )
-    assert (done.returncode, done.stderr) == (
+    assert (process.returncode, process.stderr) == (
         1,
         "fedcover: cannot write the output: No space left on device\n",
     )
@@ -238,14 +238,14 @@ def whole(tmp_path):
 
 
 def test_round_written_twice_is_counted_once(whole, tmp_path):
-    wanted = fc.load(whole).summary
+    summary = fc.load(whole).summary
     lines = (whole / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (whole / "metrics.jsonl").write_bytes(
         b"".join([lines[0], lines[2], lines[0], lines[3], *lines[1:]])
     )
     run = fc.load(whole)
     assert [line["round"] for line in run.metrics] == [0, 1, 2, 3]
-    assert run.summary == wanted
+    assert run.summary == summary
     before = (whole / "summary.json").read_bytes()
     fc.resume(whole)
     assert (whole / "summary.json").read_bytes() == before

@@ -159,11 +159,11 @@ def test_part_of_a_module_changed_by_the_recipe_is_exported(tmp_path):
 
 def test_own_policy_must_keep_nested_units_from_the_first():
     def last_stage(view):
-        kept = {
+        units = {
             g.name: torch.tensor([g.size - 1]) if g.nested else torch.arange(g.size)
             for g in view.groups
         }
-        return [fc.Slices(view.groups, kept)] * len(view.cohort)
+        return [fc.Slices(view.groups, units)] * len(view.cohort)
 
     with pytest.raises(InvalidValue, match=r"not its first ones, but that group is nested"):
         ran(model="depth_resnet", recipe="depthfl", policy=last_stage, fleet="1x1")
@@ -177,7 +177,7 @@ GOOD = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y}
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"train_y": Y.int()}, "train.y must be int64"),
         ({"test_y": Y.float()}, "test.y must be int64"),
@@ -202,27 +202,27 @@ GOOD = {"train_x": X, "train_y": Y, "test_x": X, "test_y": Y}
         ),
     ],
 )
-def test_dataset_made_by_hand_is_checked_before_training(changes, said):
-    given = {**GOOD, **changes}
-    made = fc.Dataset(
+def test_dataset_made_by_hand_is_checked_before_training(changes, message):
+    arrays = {**GOOD, **changes}
+    dataset = fc.Dataset(
         "mine",
-        Samples(given["train_x"], given["train_y"]),
-        Samples(given["test_x"], given["test_y"]),
+        Samples(arrays["train_x"], arrays["train_y"]),
+        Samples(arrays["test_x"], arrays["test_y"]),
         10,
-        given.get("owner"),
+        arrays.get("owner"),
     )
-    with pytest.raises(InvalidValue, match=said):
-        fc.run(fc.Experiment(**{**SMALL, "clients": 4}), machine=HERE, dataset=made)
+    with pytest.raises(InvalidValue, match=message):
+        fc.run(fc.Experiment(**{**SMALL, "clients": 4}), machine=HERE, dataset=dataset)
 
 
 def test_hold_out_notices_changed_data():
     """Splits are remembered, but not beyond a change of the data."""
-    made = fc.Dataset("mine", Samples(X.clone(), Y), Samples(X, Y), 10)
-    hold_out(made, 0.1, 0)
-    made.train.x.zero_()
-    rest, held = hold_out(made, 0.1, 0)
+    dataset = fc.Dataset("mine", Samples(X.clone(), Y), Samples(X, Y), 10)
+    hold_out(dataset, 0.1, 0)
+    dataset.train.x.zero_()
+    rest, held_out = hold_out(dataset, 0.1, 0)
     assert not rest.train.x.any()
-    assert not held.x.any()
+    assert not held_out.x.any()
 
 
 # ── privacy ───────────────────────────────────────────────────────────────────────────────────────
@@ -266,9 +266,9 @@ def test_sweep_notices_a_process_killed_within_a_line(tmp_path, monkeypatch):
     killed.write_text("#!/bin/sh\ncat > /dev/null\nprintf '{\"finished\": [0, [{'\nkill -9 $$\n")
     killed.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(killed))
-    wanted = [fc.Experiment(**SMALL, name=f"run{n}", seed=n) for n in range(2)]
+    experiments = [fc.Experiment(**SMALL, name=f"run{n}", seed=n) for n in range(2)]
     with pytest.raises(RunError, match="a process of the sweep ended with -9"):
-        list(fc.sweep(wanted, machine=fc.Machine(device="cpu", processes=2)))
+        list(fc.sweep(experiments, machine=fc.Machine(device="cpu", processes=2)))
 
 
 def test_reader_of_a_run_does_not_block_its_resume(tmp_path, monkeypatch):
@@ -299,9 +299,9 @@ def test_client_cannot_widen_the_common_mask():
     task, [update] = setup.task, setup.engine(setup.task, state, [(client, part)], 0.1)
 
     def answered(arrays):
-        asked = pending_task("nonce", task, state, client, part)
+        pending = pending_task("nonce", task, state, client, part)
         return validate_reply(
-            RawReply("nonce", client.id, unpack_arrays(pack_arrays(arrays)), {"loss": 1.0}), asked
+            RawReply("nonce", client.id, unpack_arrays(pack_arrays(arrays)), {"loss": 1.0}), pending
         )
 
     honest = pack_update(update)

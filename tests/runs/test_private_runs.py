@@ -33,13 +33,13 @@ def test_private_round_is_checkpointed_every_time(tmp_path):
     """Its noise would be fresh, and the epsilon of two releases is not that of one."""
     pytest.importorskip("cryptography")
     experiment = fc.Experiment(**{**PRIVATE, "checkpoint_every": 100})
-    seen = []
+    rounds = []
 
     def look(report):
-        seen.append(fc.load(tmp_path / "run").state.round)
+        rounds.append(fc.load(tmp_path / "run").state.round)
 
     fc.run(experiment, tmp_path / "run", watch=look)
-    assert seen == list(range(1, experiment.rounds + 1))
+    assert rounds == list(range(1, experiment.rounds + 1))
 
 
 @pytest.fixture
@@ -117,8 +117,8 @@ def test_epsilon_counts_a_half_written_line(go_on, left, tmp_path):
 
 
 def test_private_run_with_two_models_of_a_round_is_refused(ended):
-    known = sorted((ended / "kept").iterdir())[1]
-    (ended / "kept" / f"round-000001.{'0' * 16}.safetensors").write_bytes(known.read_bytes())
+    model_file = sorted((ended / "kept").iterdir())[1]
+    (ended / "kept" / f"round-000001.{'0' * 16}.safetensors").write_bytes(model_file.read_bytes())
     with pytest.raises(RunError, match="kept holds two models of round 1, and epsilon counts one"):
         fc.resume(ended)
 
@@ -142,10 +142,10 @@ def test_private_run_does_not_start_beside_kept_models_of_another(ended):
 def test_private_run_with_kept_models_is_not_overwritten(ended, lost):
     """What was released counts."""
     without(ended, *lost)
-    kept = models_of(ended)
+    models = models_of(ended)
     with pytest.raises(RunError, match="holds a private run, and what it has released counts"):
         fc.run(fc.Experiment(**PRIVATE), ended, overwrite=True)
-    assert models_of(ended) == kept
+    assert models_of(ended) == models
 
 
 def test_private_run_of_an_earlier_version_is_not_resumed(ended, caplog):

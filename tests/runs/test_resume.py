@@ -40,8 +40,8 @@ def test_manifest_records_resumes_on_another_machine(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fc.resume(tmp_path / "run", machine=fc.Machine(threads=2), force=True, watch=stop)
     fc.resume(tmp_path / "run")  # as it went on last, without a word
-    (told,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["resumed"]
-    assert (told["round"], told["threads"]) == (1, 2)
+    (resumption,) = json.loads((tmp_path / "run" / "manifest.json").read_text())["resumed"]
+    assert (resumption["round"], resumption["threads"]) == (1, 2)
     with pytest.raises(RunError, match="would change threads 2 to 1"):
         fc.resume(tmp_path / "run", machine=fc.Machine(threads=1))
 
@@ -77,7 +77,11 @@ def test_resume_needs_python_parts_again(tmp_path):
             shutil.copytree(tmp_path / "whole2", tmp_path / "stopped")
 
     fc.run(tiny(), tmp_path / "whole2", watch=image, **parts)
-    for act in (fc.resume, fc.load, lambda folder, **given: fc.replay(folder, 1, **given)):
+    for act in (
+        fc.resume,
+        fc.load,
+        lambda folder, **python_parts: fc.replay(folder, 1, **python_parts),
+    ):
         with pytest.raises(RunError, match=r"its own dataset, policy: give it again"):
             act(tmp_path / "stopped")
         with pytest.raises(RunError, match=r"its own policy: give it again"):
@@ -120,10 +124,10 @@ def test_replay_repeats_a_kept_round_exactly(tmp_path, fields):
         line = figures(tmp_path / "run")[round]
         repeated = json.loads(json.dumps({"round": report.round, **report.metrics}))
         assert {key: value for key, value in repeated.items() if key != "seconds"} == line
-        kept = next(
+        checkpoint = next(
             file for file in list_checkpoints(tmp_path / "run" / "kept") if file.round == round + 1
         )
-        stored = safetensors.torch.load_file(kept.path)
+        stored = safetensors.torch.load_file(checkpoint.path)
         assert_equal(
             {f"params/{name}": t for name, t in state.params.items()}, _part(stored, "params/")
         )

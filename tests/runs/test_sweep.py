@@ -128,9 +128,9 @@ def test_diverged_run_of_a_sweep_leaves_the_others(partition, uncompiled):
     metrics_by_name = list(
         sweep(expand_choices(base, {"lr": [0.05, 1e30]}, seeds=1), machine=CREWS)
     )
-    said = {run.experiment.lr: run.diverged for run in metrics_by_name}
-    assert said[0.05] == ""
-    assert "diverged" in said[1e30]
+    diverged = {run.experiment.lr: run.diverged for run in metrics_by_name}
+    assert diverged[0.05] == ""
+    assert "diverged" in diverged[1e30]
     assert [len(run.metrics) for run in metrics_by_name if not run.diverged] == [3]
 
 
@@ -304,22 +304,22 @@ def test_sweep_in_two_processes_equals_one(tmp_path):
 def test_stopped_sweep_processes_keep_their_rounds(tmp_path):
     experiments = settings()[:2]
 
-    seen = []
+    processes = []
 
     def stop(experiment, report):
-        seen.append(experiment.name)
+        processes.append(experiment.name)
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         list(sweep(experiments, tmp_path, machine=TWO, watch=stop))
-    assert load(tmp_path / seen[0]).state.round >= 1  # kept, although no checkpoint was due
+    assert load(tmp_path / processes[0]).state.round >= 1  # kept, although no checkpoint was due
     assert [len(run.metrics) for run in sweep(experiments, tmp_path, machine=TWO)] == [3, 3]
 
 
 def test_error_in_a_sweep_process_is_raised_here():
-    wanted = [e.model_copy(update={"policy": "no_such_module:policy"}) for e in settings()[:2]]
+    experiments = [e.model_copy(update={"policy": "no_such_module:policy"}) for e in settings()[:2]]
     with pytest.raises(FedcoverError, match="no_such_module"):
-        list(sweep(wanted, machine=TWO))
+        list(sweep(experiments, machine=TWO))
 
 
 def test_sweep_processes_auto_depends_on_the_work():

@@ -111,8 +111,8 @@ def test_functions_named_by_this_process_need_no_trust(tmp_path, theirs):
     experiment = tiny(policy="theirs:policy", rounds=2)
     fc.run(experiment, tmp_path / "mine")
     assert fc.load(tmp_path / "mine").experiment == experiment
-    [done] = fc.sweep([tiny(policy="theirs:policy", rounds=2, name="mine")], tmp_path)
-    assert len(done.metrics) == 2
+    [run] = fc.sweep([tiny(policy="theirs:policy", rounds=2, name="mine")], tmp_path)
+    assert len(run.metrics) == 2
 
 
 def test_sweep_does_not_import_functions_of_another_run(tmp_path, theirs):
@@ -175,7 +175,7 @@ def test_resume_hint_of_a_foreign_folder_has_no_trust_flag(theirs):
 
 
 def test_stopped_resume_names_the_trust_flag(theirs, fedcover, monkeypatch, tmp_path):
-    def stop(*args, **given):
+    def stop(*args, **arguments):
         raise KeyboardInterrupt
 
     fedcover("run", *changed(policy="theirs:policy", name="stopped", rounds=1))
@@ -186,28 +186,28 @@ def test_stopped_resume_names_the_trust_flag(theirs, fedcover, monkeypatch, tmp_
 
 def answered(words, answer, folder):
     """A command on a terminal whose user gives one answer: its exit code and all that was shown."""
-    ours, ends = pty.openpty()
+    terminal_end, ends = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "fedcover", *words], stdin=ends, stdout=ends, stderr=ends, cwd=folder
     )
     os.close(ends)
-    os.write(ours, f"{answer}\n".encode())
-    shown = b""
+    os.write(terminal_end, f"{answer}\n".encode())
+    output = b""
     while True:
         try:
-            shown += os.read(ours, 65536)
+            output += os.read(terminal_end, 65536)
         except OSError:  # the terminal is gone
             break
-    os.close(ours)
-    return process.wait(60), " ".join(shown.decode().split())
+    os.close(terminal_end)
+    return process.wait(60), " ".join(output.decode().split())
 
 
 @pytest.mark.parametrize(("answer", "code"), [("y", 0), ("", 1)])
 def test_terminal_user_is_asked_for_trust(answer, code, theirs):
-    left, shown = answered(["export", "run"], answer, theirs.parent)
-    assert "run wants to import and call: 'theirs:policy'" in shown
-    assert "do you trust the source of this folder? [y/N]" in shown
-    assert left == code, shown
+    left, output = answered(["export", "run"], answer, theirs.parent)
+    assert "run wants to import and call: 'theirs:policy'" in output
+    assert "do you trust the source of this folder? [y/N]" in output
+    assert left == code, output
     assert was_imported(theirs) == (code == 0)
 
 
@@ -247,9 +247,9 @@ def test_load_part_ignores_fields_that_it_does_not_need(field, part):
     """A device that runs the model needs no policy; so it is not asked for a module that it has
     not.
     """
-    wanted = fc.load_part(part)
+    expected = fc.load_part(part)
     again = fc.load_part(with_header(part, **{field: "theirs:function"}))
-    assert torch.equal(again(torch.ones(1, 64)), wanted(torch.ones(1, 64)))
+    assert torch.equal(again(torch.ones(1, 64)), expected(torch.ones(1, 64)))
 
 
 def test_given_module_replaces_the_named_builder(theirs):

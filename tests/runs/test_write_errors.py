@@ -33,13 +33,13 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def test_failed_checkpoint_leaves_the_older_ones_intact(whole, tmp_path):
     newest, older = (file.path.stat().st_size for file in list_checkpoints(whole / "checkpoints"))
     folder = tmp_path / "run"
-    with files_of_at_most((newest + older) // 2), pytest.raises(RunError) as caught:
+    with files_of_at_most((newest + older) // 2), pytest.raises(RunError) as exc_info:
         fc.run(tiny(), folder)
     assert re.fullmatch(
         r"cannot write .*round-000004\.\w+\.safetensors: File too large; the "
         r"checkpoint of round 3 is whole; "
         r"mend that, then 'fedcover resume .*run'",
-        str(caught.value),
+        str(exc_info.value),
     )
     assert fc.load(folder).state.round == 3
     assert not list(folder.rglob(".*.safetensors.*"))
@@ -151,16 +151,16 @@ def test_run_is_overwritten_only_on_request(tmp_path, whole):
 
 
 def test_folder_in_use_is_refused(tmp_path, whole):
-    said = []
+    messages = []
 
     def disturb(report):
         for act in (lambda: fc.resume(tmp_path / "run"), lambda: fc.run(tiny(), tmp_path / "run")):
-            with pytest.raises(RunError) as caught:
+            with pytest.raises(RunError) as exc_info:
                 act()
-            said.append(str(caught.value))
+            messages.append(str(exc_info.value))
 
     fc.run(tiny(), tmp_path / "run", watch=disturb)
-    assert len(said) == 8
-    assert said[0].endswith("is in use by another process")
-    assert "holds a run already" in said[1]
+    assert len(messages) == 8
+    assert messages[0].endswith("is in use by another process")
+    assert "holds a run already" in messages[1]
     assert_same_end(tmp_path / "run", whole)

@@ -50,7 +50,7 @@ def random_parts(seed, clients, unstructured):
     parts = []
     for _ in range(clients):
         if unstructured:
-            held = Masks(
+            masks = Masks(
                 {
                     "w": torch.rand(5, 2, generator=draw) < 0.5,
                     "v": torch.rand(2, 5, generator=draw) < 0.5,
@@ -58,22 +58,23 @@ def random_parts(seed, clients, unstructured):
             )
         else:
             start = {"hidden": int(torch.randint(5, (1,), generator=draw))}
-            held = windows(GROUP, float(torch.rand(1, generator=draw)), start)
-        sent = held.extract(old)
-        moved = {n: torch.rand(t.shape, generator=draw) < 0.7 for n, t in sent.items()}
+            masks = windows(GROUP, float(torch.rand(1, generator=draw)), start)
+        params = masks.extract(old)
+        moved = {n: torch.rand(t.shape, generator=draw) < 0.7 for n, t in params.items()}
         values = {
-            n: t + torch.randint(-2, 3, t.shape, generator=draw) * moved[n] for n, t in sent.items()
+            n: t + torch.randint(-2, 3, t.shape, generator=draw) * moved[n]
+            for n, t in params.items()
         }
         if unstructured:
-            values = {n: torch.where(held.mask(old)[n], t, torch.nan) for n, t in values.items()}
-        parts.append((held, values, float(torch.randint(1, 9, (1,), generator=draw))))
+            values = {n: torch.where(masks.mask(old)[n], t, torch.nan) for n, t in values.items()}
+        parts.append((masks, values, float(torch.randint(1, 9, (1,), generator=draw))))
     return old, parts
 
 
 def in_full(old, part):
     """A part in the full shapes, for the twins."""
-    held, values, weight = part
-    masks, full = held.mask(old), {}
+    part_masks, values, weight = part
+    masks, full = part_masks.mask(old), {}
     for name, tensor in old.items():
         full[name] = torch.zeros_like(tensor)
         full[name][masks[name]] = (
@@ -150,17 +151,17 @@ def test_rounds_by_every_rule_equal_a_loop(rule, slow, weights):
     fields = {"dataset": "digits", "partition": "dirichlet(alpha=0.5)", "batch_size": 50}
     setup, state = world("mlp", policy="rolling", rule=rule, weights=weights, epochs=1, **fields)
     for _ in range(2):
-        made = [
+        updates = [
             (c, r, train_client(setup.task, state, c, r, setup.lr(0)))
             for c, r in twins.working(setup, state)
         ]
-        assert len({client.samples for client, _, _ in made}) > 1
+        assert len({client.samples for client, _, _ in updates}) > 1
         parts = [
             (
                 *in_full(state.params, (part, update.params, 1.0))[:2],
                 client.samples if weights == "samples" else 1,
             )
-            for client, part, update in made
+            for client, part, update in updates
         ]
         expected = twins.combined(state.params, parts, slow)
         state, _ = run_round(setup, state)
@@ -172,15 +173,19 @@ def test_rounds_by_every_rule_equal_a_loop(rule, slow, weights):
 
 @pytest.mark.parametrize("server", ["none", "momentum", "adam"])
 def test_uncovered_entries_are_kept_or_zeroed(server):
-    kept, state = world("mlp", policy="prefix", fleet="1x0.5", server=server)
+    setup, state = world("mlp", policy="prefix", fleet="1x0.5", server=server)
     zeroed = world("mlp", policy="prefix", fleet="1x0.5", server=server, uncovered="zero")[0]
-    left, right = run_round(kept, state)[0], run_round(zeroed, state)[0]
+    left, right = run_round(setup, state)[0], run_round(zeroed, state)[0]
     assert any(bool((counts == 0).any()) for counts in left.coverage.window[-1].values())
     for name, counts in left.coverage.window[-1].items():
-        gone = counts == 0
-        assert torch.equal(left.params[name][gone], state.params[name][gone])
-        assert not right.params[name][gone].any()
-        assert torch.equal(left.params[name][~gone], right.params[name][~gone])
+        uncovered_entries = counts == 0
+        assert torch.equal(
+            left.params[name][uncovered_entries], state.params[name][uncovered_entries]
+        )
+        assert not right.params[name][uncovered_entries].any()
+        assert torch.equal(
+            left.params[name][~uncovered_entries], right.params[name][~uncovered_entries]
+        )
 
 
 @pytest.mark.parametrize("server", ["none", "momentum", "adam"])
@@ -244,8 +249,8 @@ def test_server_optimisers_equal_loops_on_covered_entries(server, by_hand):
                     assert now == old
                     rested += (name, i) in memory
                 for slot, value in memory.get((name, i), {}).items():
-                    kept = float(state.server[slot][name].flatten()[i])
-                    assert kept == pytest.approx(value, rel=1e-10, abs=1e-13)
+                    slot_value = float(state.server[slot][name].flatten()[i])
+                    assert slot_value == pytest.approx(value, rel=1e-10, abs=1e-13)
     assert rested > 0  # some entry was covered and later rested with a memory
 
 
@@ -294,16 +299,16 @@ def test_exclude_leaves_weak_clients_out(policy, least, share):
     after, report = run_round(setup, state)
     assert sorted(int(id) for id in report.metrics["clients"]) == sorted(strong)
     assert sorted(report.metrics["dropped"]) == sorted(c.id for c in cohort if c.capacity < least)
-    held = windows(setup.task.model.groups, share).mask(state.params)
+    masks = windows(setup.task.model.groups, share).mask(state.params)
     for name, counts in after.coverage.window[-1].items():
-        assert torch.equal(counts.long(), held[name] * len(strong))
+        assert torch.equal(counts.long(), masks[name] * len(strong))
     assert report.metrics["gamma_round"] == (len(strong) if share == 1 else 0)
 
 
 def test_exclude_equals_fedavg_among_the_strong():
     setup, state = world("mlp", policy="exclude")
-    expected, made = twins.slow_round(setup, state, twins.plain)
-    assert all(client.capacity == 1.0 for client, _ in made)
+    expected, updates = twins.slow_round(setup, state, twins.plain)
+    assert all(client.capacity == 1.0 for client, _ in updates)
     same(run_round(setup, state)[0].params, expected, 1e-9)
 
 
@@ -320,10 +325,10 @@ def test_exclude_round_of_weak_clients_keeps_everything():
 def test_homogeneous_and_full_equal_a_loop():
     for policy, share in (("homogeneous", 0.25), ("full", 1.0), ("homogeneous(share=0.5)", 0.5)):
         setup, state = world("mlp", policy=policy, drop_out=0.3)
-        expected, made = twins.slow_round(setup, state, twins.plain)
+        expected, updates = twins.slow_round(setup, state, twins.plain)
         answering = [c for c in cohort_of(setup, 0) if not drops_out(c.id, 0.3, setup.task.seed, 0)]
-        assert len(made) == len(answering) < 6
-        held = windows(setup.task.model.groups, share).mask(state.params)
-        for _, slow in made:
-            same(slow.counts, held)
+        assert len(updates) == len(answering) < 6
+        masks = windows(setup.task.model.groups, share).mask(state.params)
+        for _, slow in updates:
+            same(slow.counts, masks)
         same(run_round(setup, state)[0].params, expected, 1e-9)

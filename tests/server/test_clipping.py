@@ -19,17 +19,19 @@ from tests.helpers.worlds import same, world
 @settings(max_examples=200)
 @given(vectors, st.floats(0.01, 100), st.booleans())
 def test_clip_scales_an_update_on_its_own_entries(entries, limit, own):
-    old, new, held = (
+    old, new, covered_bits = (
         torch.tensor(column, dtype=torch.float64) for column in zip(*entries, strict=True)
     )
-    bits = {"w": held.bool()}
+    bits = {"w": covered_bits.bool()}
     trained = TrainedSubset(Masks({}), bits) if own else Masks(bits)
     before, after = {"w": old}, clip_update({"w": old}, trained, {"w": new}, limit)
     moved = change(before, trained, after)["w"]
-    wanted = torch.where(held.bool(), new - old, 0.0)
-    far = float(wanted.norm())
+    expected_change = torch.where(covered_bits.bool(), new - old, 0.0)
+    far = float(expected_change.norm())
     assert float(moved.norm()) <= limit * (1 + 1e-9) + 1e-12
-    torch.testing.assert_close(moved, wanted * min(1.0, limit / far) if far else wanted)
+    torch.testing.assert_close(
+        moved, expected_change * min(1.0, limit / far) if far else expected_change
+    )
     if far <= limit:
         assert after["w"] is new  # bit for bit
 

@@ -83,9 +83,9 @@ WRONG_RULES = {
 }
 
 
-@pytest.mark.parametrize(("change", "said"), WRONG_RULES.values(), ids=WRONG_RULES)
-def test_rule_that_returns_no_model_is_refused(ran, change, said):
-    with pytest.raises(InvalidValue, match=f"rule '{NAME}' .*{said}"):
+@pytest.mark.parametrize(("change", "message"), WRONG_RULES.values(), ids=WRONG_RULES)
+def test_rule_that_returns_no_model_is_refused(ran, change, message):
+    with pytest.raises(InvalidValue, match=f"rule '{NAME}' .*{message}"):
         ran("rule", lambda old, parts: change(coverage_mean(old, parts)))
 
 
@@ -127,9 +127,9 @@ WRONG_LOSSES = {
 
 
 @pytest.mark.parametrize("engine", ["sequential", "streams"])
-@pytest.mark.parametrize(("loss", "said"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
-def test_loss_without_gradient_is_refused(ran, loss, said, engine):
-    with pytest.raises(InvalidValue, match=f"recipe '{NAME}': .*{said}"):
+@pytest.mark.parametrize(("loss", "message"), WRONG_LOSSES.values(), ids=WRONG_LOSSES)
+def test_loss_without_gradient_is_refused(ran, loss, message, engine):
+    with pytest.raises(InvalidValue, match=f"recipe '{NAME}': .*{message}"):
         ran("recipe", lambda: Recipe(loss), engine, fleet="1x1")
 
 
@@ -171,13 +171,13 @@ WRONG_ENDS = {
 
 
 @pytest.mark.parametrize("engine", ["sequential", "streams"])
-@pytest.mark.parametrize(("end", "said"), WRONG_ENDS.values(), ids=WRONG_ENDS)
-def test_finish_that_does_not_fit_the_part_is_refused(ran, end, said, engine):
-    made = Recipe(
+@pytest.mark.parametrize(("end", "message"), WRONG_ENDS.values(), ids=WRONG_ENDS)
+def test_finish_that_does_not_fit_the_part_is_refused(ran, end, message, engine):
+    recipe = Recipe(
         cross_entropy, finish=lambda a, f, params, c: end(dict(params)), measures={"far": "all"}
     )
-    with pytest.raises(InvalidValue, match=f"recipe '{NAME}': finish.*{said}"):
-        ran("recipe", lambda: made, engine)
+    with pytest.raises(InvalidValue, match=f"recipe '{NAME}': finish.*{message}"):
+        ran("recipe", lambda: recipe, engine)
 
 
 def test_own_recipe_trains_as_the_table_recipe(ran):
@@ -238,9 +238,9 @@ WRONG_STEPS = {
 }
 
 
-@pytest.mark.parametrize(("step", "error", "said"), WRONG_STEPS.values(), ids=WRONG_STEPS)
-def test_server_step_that_returns_no_tensor_is_refused(ran, step, error, said):
-    with pytest.raises(error, match=f"server '{NAME}' .*{said}"):
+@pytest.mark.parametrize(("step", "error", "message"), WRONG_STEPS.values(), ids=WRONG_STEPS)
+def test_server_step_that_returns_no_tensor_is_refused(ran, step, error, message):
+    with pytest.raises(error, match=f"server '{NAME}' .*{message}"):
         ran("server", lambda: step)
 
 

@@ -49,16 +49,16 @@ def below(value):
 
 
 def test_fresh_stream_has_256_bits_of_the_operating_system(monkeypatch):
-    asked = []
+    sizes = []
     drawn = (bytes([place]) * 32 for place in count(1))
 
     def urandom(size):
-        asked.append(size)
+        sizes.append(size)
         return next(drawn)
 
     monkeypatch.setattr(os, "urandom", urandom)
     left, right = fresh_stream(), fresh_stream()
-    assert asked == [32, 32]
+    assert sizes == [32, 32]
     assert left(64) == keyed_stream(bytes([1]) * 32)(64)
     assert right(64) == keyed_stream(bytes([2]) * 32)(64)
 
@@ -121,15 +121,15 @@ def test_noise_of_different_rounds_is_independent():
 def test_noise_is_a_rounded_normal_number():
     """Every whole step of a coarse grid comes as often as the normal distribution says."""
     drawn, bits = rounded_normal(1_000_000, 2, fresh_stream()), 2
-    seen = Counter(((drawn - 1) // 2).tolist())
+    counts = Counter(((drawn - 1) // 2).tolist())
     for step in range(-12, 12):
         share = below((step + 1) / 2**bits) - below(step / 2**bits)
-        assert seen[step] / len(drawn) == pytest.approx(
+        assert counts[step] / len(drawn) == pytest.approx(
             share, abs=6 * math.sqrt(share / len(drawn))
         )
-    beyond = sum(times for step, times in seen.items() if not -12 <= step < 12)
+    beyond = sum(times for step, times in counts.items() if not -12 <= step < 12)
     assert beyond / len(drawn) == pytest.approx(2 * below(-3), rel=0.15)
-    assert max(seen) < 2**bits * 7
+    assert max(counts) < 2**bits * 7
 
 
 @pytest.mark.parametrize("bits", [0, 10, 30, 52])
@@ -220,8 +220,8 @@ def test_noise_trial_on_a_boundary_is_decided_by_128_bits(off):
         x = (Decimal(2**62) + Decimal("0.5")) / 2**63
         edge = int((-x * x / 2).exp() * 2**128) + off
     words = np.array([[0], [2**63], [edge >> 64]], np.uint64)
-    kept = accepted_trials(words, 1, stream_of([edge & 2**64 - 1]))
-    assert kept.tolist() == ([3] if off < 0 else [])
+    accepted_bits = accepted_trials(words, 1, stream_of([edge & 2**64 - 1]))
+    assert accepted_bits.tolist() == ([3] if off < 0 else [])
 
 
 @pytest.mark.parametrize(("spare", "drawn"), [(0, [3, 3]), (2**64 - 1, [7, 7])])

@@ -35,13 +35,13 @@ def test_noise_scales_with_the_coverage_count():
     counts = count(old, masks)["w"]
     assert sorted(set(counts.tolist())) == [0, 1, 2, 3, 4]
     for n in range(1, 5):
-        seen = (new["w"] - 1)[counts == n]
-        wanted = noise * clip / n
-        error = 5 / math.sqrt(2 * len(seen))  # five standard errors of a standard deviation
-        assert float(seen.std()) == pytest.approx(wanted, rel=error)
-        assert abs(float(seen.mean())) < 5 * wanted / math.sqrt(len(seen))
-        tail = float((seen.abs() > 2 * wanted).double().mean())  # of a normal: 4.55 %
-        assert tail == pytest.approx(0.0455, abs=5 * math.sqrt(0.0455 / len(seen)))
+        noise_values = (new["w"] - 1)[counts == n]
+        expected = noise * clip / n
+        error = 5 / math.sqrt(2 * len(noise_values))  # five standard errors of a standard deviation
+        assert float(noise_values.std()) == pytest.approx(expected, rel=error)
+        assert abs(float(noise_values.mean())) < 5 * expected / math.sqrt(len(noise_values))
+        tail = float((noise_values.abs() > 2 * expected).double().mean())  # of a normal: 4.55 %
+        assert tail == pytest.approx(0.0455, abs=5 * math.sqrt(0.0455 / len(noise_values)))
     assert torch.equal(new["w"][counts == 0], old["w"][counts == 0])
 
 
@@ -55,18 +55,18 @@ def test_sensitivity_is_at_most_twice_the_limit(entries, clip, data):
     other = torch.tensor(
         data.draw(st.lists(st.floats(-1e6, 1e6), min_size=len(old), max_size=len(old)))
     )
-    mine, whole = Masks({"w": bits.bool()}), Masks({})
+    reduction, whole = Masks({"w": bits.bool()}), Masks({})
     means = [
         private_mean(
             {"w": old},
-            [(whole, {"w": old + 1}), (mine, {"w": answer})],
+            [(whole, {"w": old + 1}), (reduction, {"w": answer})],
             clip=clip,
             noise=1.0,
             stream=keyed_stream(bytes(32)),
         )["w"]
         for answer in (new, other.double())
     ]
-    counts = count({"w": old}, [mine, whole])["w"]
+    counts = count({"w": old}, [reduction, whole])["w"]
     assert float(((means[0] - means[1]) * counts).norm()) <= 2 * clip * (1 + 1e-6) + 1e-9
 
 
@@ -80,13 +80,13 @@ def test_private_mean_without_noise_is_the_coverage_mean():
     parts = [(u.trained, {n: t.double() for n, t in u.params.items()}) for u in updates]
     still = [(u.trained, u.trained.extract(old)) for u in updates]
     answer, quiet = (
-        private_mean(old, given, clip=1e3, noise=0.01, stream=keyed_stream(bytes(32)))
-        for given in (parts, still)
+        private_mean(old, mechanism, clip=1e3, noise=0.01, stream=keyed_stream(bytes(32)))
+        for mechanism in (parts, still)
     )
-    wanted = coverage_mean(old, [(u.trained, u.params, 1.0) for u in updates])
+    expected = coverage_mean(old, [(u.trained, u.params, 1.0) for u in updates])
     same(
         difference(answer, quiet),
-        difference(wanted, old),
+        difference(expected, old),
         tolerance=len(updates) * NoiseGrid(1e3, 0.01).step,
     )
 
@@ -115,9 +115,9 @@ def test_private_clip_is_over_the_whole_update(noise):
     loud = {name: tensor + 3 / math.sqrt(tensor.numel()) for name, tensor in old.items()}
     means = [
         private_mean(
-            old, [(Masks({}), given)], clip=2.0, noise=noise, stream=keyed_stream(bytes(32))
+            old, [(Masks({}), mechanism)], clip=2.0, noise=noise, stream=keyed_stream(bytes(32))
         )
-        for given in (loud, old)
+        for mechanism in (loud, old)
     ]
     assert norm(difference(*means).values()) == pytest.approx(2.0, rel=1e-3)
     steps = NoiseGrid(2.0, noise).steps(loud)

@@ -48,12 +48,12 @@ ODD = (
 SPECIAL = (np.nan, np.inf, -np.inf, 1e30, -1e30, 0.0, 5e-324)
 
 
-def mutated(raw, asked, chance):
+def mutated(raw, pending, chance):
     """A reply with one to three things changed at random: bytes, declarations, arrays, names,
     numbers.
     """
     for _ in range(chance.choice([1, 1, 1, 2, 3])):
-        raw = chance.choice(MUTATIONS)(raw, asked, chance)
+        raw = chance.choice(MUTATIONS)(raw, pending, chance)
     return raw
 
 
@@ -63,7 +63,7 @@ def some(raw, chance):
     return chance.choice(names) if names else None
 
 
-def damaged_bytes(raw, asked, chance):
+def damaged_bytes(raw, pending, chance):
     name = some(raw, chance)
     if name is None or not isinstance(raw.arrays[name].data, bytes | memoryview):
         return raw
@@ -78,7 +78,7 @@ def damaged_bytes(raw, asked, chance):
     return with_array(raw, name, replace(raw.arrays[name], data=bytes(data)))
 
 
-def odd_field(raw, asked, chance):
+def odd_field(raw, pending, chance):
     name, field = some(raw, chance), chance.choice(["dtype", "shape", "data"])
     return (
         raw
@@ -87,59 +87,57 @@ def odd_field(raw, asked, chance):
     )
 
 
-def special_numbers(raw, asked, chance):
+def special_numbers(raw, pending, chance):
     name = some(raw, chance)
-    wanted = asked.expected_arrays.get(name)
-    if wanted is None or not wanted.shape or 0 in wanted.shape:
+    spec = pending.expected_arrays.get(name)
+    if spec is None or not spec.shape or 0 in spec.shape:
         return raw
     array = (
-        np.random.default_rng(chance.randrange(2**32))
-        .normal(size=wanted.shape)
-        .astype(wanted.dtype)
+        np.random.default_rng(chance.randrange(2**32)).normal(size=spec.shape).astype(spec.dtype)
     )
-    array.flat[chance.randrange(array.size)] = 255 if wanted.bits else chance.choice(SPECIAL)
+    array.flat[chance.randrange(array.size)] = 255 if spec.bits else chance.choice(SPECIAL)
     return with_array(raw, name, stored(array))
 
 
-def other_bits(raw, asked, chance):
-    name = chance.choice([name for name, wanted in asked.expected_arrays.items() if wanted.bits])
-    size = max(0, asked.expected_arrays[name].shape[0] + chance.choice([0, 0, 0, 0, 1, -1, 40]))
+def other_bits(raw, pending, chance):
+    name = chance.choice([name for name, spec in pending.expected_arrays.items() if spec.bits])
+    size = max(0, pending.expected_arrays[name].shape[0] + chance.choice([0, 0, 0, 0, 1, -1, 40]))
     return with_array(raw, name, stored(np.frombuffer(chance.randbytes(size), np.uint8)))
 
 
-def no_bits_at_all(raw, asked, chance):
-    name = chance.choice([name for name, wanted in asked.expected_arrays.items() if wanted.bits])
-    return with_array(raw, name, stored(np.zeros(asked.expected_arrays[name].shape, np.uint8)))
+def no_bits_at_all(raw, pending, chance):
+    name = chance.choice([name for name, spec in pending.expected_arrays.items() if spec.bits])
+    return with_array(raw, name, stored(np.zeros(pending.expected_arrays[name].shape, np.uint8)))
 
 
-def swapped(raw, asked, chance):
+def swapped(raw, pending, chance):
     left, right = some(raw, chance), some(raw, chance)
     if left is None:
         return raw
     return replace(raw, arrays={**raw.arrays, left: raw.arrays[right], right: raw.arrays[left]})
 
 
-def renamed(raw, asked, chance):
+def renamed(raw, pending, chance):
     name = some(raw, chance)
-    other = chance.choice([*asked.expected_arrays, *(odd for odd in ODD if odd.__hash__)])
+    other = chance.choice([*pending.expected_arrays, *(odd for odd in ODD if odd.__hash__)])
     return replace(
         raw, arrays={other if n == name else n: array for n, array in raw.arrays.items()}
     )
 
 
-def gone(raw, asked, chance):
+def gone(raw, pending, chance):
     name = some(raw, chance)
     return replace(raw, arrays={n: array for n, array in raw.arrays.items() if n != name})
 
 
-def odd_metrics(raw, asked, chance):
+def odd_metrics(raw, pending, chance):
     odd = chance.choice(ODD)
     return replace(
         raw, metrics=chance.choice([{"loss": odd}, {"loss": 1.0, "more": odd}, odd, {7: odd}])
     )
 
 
-def reversed_order(raw, asked, chance):
+def reversed_order(raw, pending, chance):
     return replace(raw, arrays=dict(reversed(raw.arrays.items())))
 
 
@@ -160,44 +158,48 @@ MUTATIONS = [
 ]
 
 
-def harmless(setup, state, asked, update):
+def harmless(setup, state, pending, update):
     """An accepted reply is of the expected shapes and types, finite, and moves nothing outside the
     client's part.
     """
     same_kind = {name: (tensor.shape, tensor.dtype) for name, tensor in update.params.items()}
-    assert same_kind == {name: (tensor.shape, tensor.dtype) for name, tensor in asked.start.items()}
-    known = asked.reduction.extract(asked.statistics)
-    assert {n: t.shape for n, t in update.buffers.items()} == {n: t.shape for n, t in known.items()}
+    assert same_kind == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in pending.start.items()
+    }
+    expected_buffers = pending.reduction.extract(pending.statistics)
+    assert {n: t.shape for n, t in update.buffers.items()} == {
+        n: t.shape for n, t in expected_buffers.items()
+    }
     everything = [update.params, update.buffers, *update.measured.values()]
     assert all(
         bool(tensor.isfinite().all()) for tensors in everything for tensor in tensors.values()
     )
     after = aggregate(setup, state, [update])
-    held = asked.reduction.mask(state.params)
+    masks = pending.reduction.mask(state.params)
     for name, tensor in after.params.items():
         assert bool(tensor.isfinite().all())
-        assert torch.equal(tensor[~held[name]], state.params[name][~held[name]])
+        assert torch.equal(tensor[~masks[name]], state.params[name][~masks[name]])
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_any_reply_is_refused_or_harmless(name):
-    setup, state, asked, update = asked_and_trained(name)
-    raw = honest(asked, update)
-    seen: Counter[str] = Counter()
+    setup, state, pending, update = asked_and_trained(name)
+    raw = honest(pending, update)
+    outcomes: Counter[str] = Counter()
     chance = random.Random(name)
     for _ in range(CASES // len(WORLDS)):
-        found = validate_reply(mutated(raw, asked, chance), asked)
-        if isinstance(found, Rejection):
-            assert found.reason in REJECTION_REASONS
-            assert found.detail.isprintable()
-            assert len(found.detail) < 250
-            seen[found.reason] += 1
+        accepted_update = validate_reply(mutated(raw, pending, chance), pending)
+        if isinstance(accepted_update, Rejection):
+            assert accepted_update.reason in REJECTION_REASONS
+            assert accepted_update.detail.isprintable()
+            assert len(accepted_update.detail) < 250
+            outcomes[accepted_update.reason] += 1
         else:
-            harmless(setup, state, asked, found)
-            seen["accepted"] += 1
-    print(f"{name}: {CASES // len(WORLDS)} replies, {dict(seen.most_common())}")
-    assert seen["accepted"] > CASES // len(WORLDS) // 100
-    assert len(seen) >= 9, seen
+            harmless(setup, state, pending, accepted_update)
+            outcomes["accepted"] += 1
+    print(f"{name}: {CASES // len(WORLDS)} replies, {dict(outcomes.most_common())}")
+    assert outcomes["accepted"] > CASES // len(WORLDS) // 100
+    assert len(outcomes) >= 9, outcomes
 
 
 # ── the payload as a whole ────────────────────────────────────────────────────────────────────────
@@ -211,13 +213,13 @@ def split(payload):
 
 def joined(entries, content):
     """The payload of such entries, which are pairs of a name and what is said of it."""
-    header = ",".join(f"{json.dumps(name)}:{compact(said)}" for name, said in entries)
+    header = ",".join(f"{json.dumps(name)}:{compact(entry)}" for name, entry in entries)
     encoded = f"{{{header}}}".encode()
     return struct.pack("<Q", len(encoded)) + encoded + content
 
 
-def compact(said):
-    return json.dumps(said, separators=(",", ":"))
+def compact(entry):
+    return json.dumps(entry, separators=(",", ":"))
 
 
 def damaged_payload(payload, chance):
@@ -247,24 +249,24 @@ def with_entry(payload, chance, change):
 
 
 def other_offsets(payload, chance):
-    def change(said):
+    def change(entry):
         end = chance.randrange(2)
-        odd = chance.choice([0, -1, 1, 8, 10**15, 2**64, said["data_offsets"][1 - end]])
-        said["data_offsets"][end] = odd if chance.random() < 0.5 else 8 * chance.randrange(50)
+        odd = chance.choice([0, -1, 1, 8, 10**15, 2**64, entry["data_offsets"][1 - end]])
+        entry["data_offsets"][end] = odd if chance.random() < 0.5 else 8 * chance.randrange(50)
 
     return with_entry(payload, chance, change)
 
 
 def other_dtype(payload, chance):
     codes = ["F64", "F32", "F16", "BF16", "F8_E4M3", "I64", "U8", "BOOL", "C64", "O", "", "float32"]
-    return with_entry(payload, chance, lambda said: said.update(dtype=chance.choice(codes)))
+    return with_entry(payload, chance, lambda entry: entry.update(dtype=chance.choice(codes)))
 
 
 def other_shape(payload, chance):
-    def change(said):
-        flat = [int(np.prod(said["shape"]))]
-        odd = [flat, [1, *said["shape"]], said["shape"][::-1], [2**62] * 4, [-1], []]
-        said["shape"] = chance.choice(odd)
+    def change(entry):
+        flat = [int(np.prod(entry["shape"]))]
+        odd = [flat, [1, *entry["shape"]], entry["shape"][::-1], [2**62] * 4, [-1], []]
+        entry["shape"] = chance.choice(odd)
 
     return with_entry(payload, chance, change)
 
@@ -280,12 +282,12 @@ def with_metadata(payload, chance):
 def an_entry_twice(payload, chance):
     header, content = split(payload)
     entries = list(header.items())
-    name, said = chance.choice(entries)
+    name, entry = chance.choice(entries)
     if chance.random() < 0.5:  # with numbers of its own, so that all offsets are in order
-        begin, end = said["data_offsets"]
-        said = {**said, "data_offsets": [len(content), len(content) + end - begin]}
+        begin, end = entry["data_offsets"]
+        entry = {**entry, "data_offsets": [len(content), len(content) + end - begin]}
         content += content[begin:end]
-    return joined([*entries, (name, said)], content)
+    return joined([*entries, (name, entry)], content)
 
 
 def names_exchanged(payload, chance):
@@ -305,22 +307,22 @@ def entries_shuffled(payload, chance):
 def an_array_less(payload, chance):
     """Whole again: the offsets of all others are right."""
     header, content = split(payload)
-    gone = chance.choice(list(header))
-    kept, pieces, at = {}, [], 0
-    for name, said in header.items():
-        begin, end = said["data_offsets"]
-        if name != gone:
-            kept[name] = {**said, "data_offsets": [at, at + end - begin]}
+    missing = chance.choice(list(header))
+    entries, pieces, at = {}, [], 0
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        if name != missing:
+            entries[name] = {**entry, "data_offsets": [at, at + end - begin]}
             pieces.append(content[begin:end])
             at += end - begin
-    return joined(kept.items(), b"".join(pieces))
+    return joined(entries.items(), b"".join(pieces))
 
 
 def other_numbers(payload, chance):
     header, content = split(payload)
-    wanted = np.frombuffer(content[: len(content) // 8 * 8], np.float64).copy()
-    wanted[chance.randrange(len(wanted))] = chance.choice(SPECIAL)
-    return joined(header.items(), wanted.tobytes() + content[wanted.nbytes :])
+    spec = np.frombuffer(content[: len(content) // 8 * 8], np.float64).copy()
+    spec[chance.randrange(len(spec))] = chance.choice(SPECIAL)
+    return joined(header.items(), spec.tobytes() + content[spec.nbytes :])
 
 
 PAYLOAD_MUTATIONS = [
@@ -339,48 +341,50 @@ PAYLOAD_MUTATIONS = [
 ]
 
 
-def received(payload, asked, loss):
+def received(payload, pending, loss):
     """What the server makes of a payload: an update, a rejection, or the error of its header."""
     try:
-        arrays = unpack_arrays(payload, asked.expected_arrays)
+        arrays = unpack_arrays(payload, pending.expected_arrays)
     except (InvalidValue, InvalidReply) as error:
         return error
-    return validate_reply(RawReply(asked.nonce, asked.client.id, arrays, {"loss": loss}), asked)
+    return validate_reply(
+        RawReply(pending.nonce, pending.client.id, arrays, {"loss": loss}), pending
+    )
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_any_payload_is_refused_or_harmless(name):
-    setup, state, asked, update = asked_and_trained(name)
+    setup, state, pending, update = asked_and_trained(name)
     payload = pack_arrays(pack_update(update))
-    seen: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     chance = random.Random(name)
     for _ in range(CASES // len(WORLDS)):
-        sent = chance.choice(PAYLOAD_MUTATIONS)(payload, chance)
-        found = received(sent, asked, update.loss)
-        if isinstance(found, Exception):
-            why = str(found)
+        mutated_payload = chance.choice(PAYLOAD_MUTATIONS)(payload, chance)
+        result = received(mutated_payload, pending, update.loss)
+        if isinstance(result, Exception):
+            why = str(result)
             assert why.isprintable()
             assert len(why) < 250
-            seen[type(found).__name__] += 1
-        elif isinstance(found, Rejection):
-            assert found.reason in REJECTION_REASONS
-            seen[found.reason] += 1
+            outcomes[type(result).__name__] += 1
+        elif isinstance(result, Rejection):
+            assert result.reason in REJECTION_REASONS
+            outcomes[result.reason] += 1
         else:
-            harmless(setup, state, asked, found)
-            seen["accepted"] += 1
-    print(f"{name}: {CASES // len(WORLDS)} payloads, {dict(seen.most_common())}")
-    assert seen["InvalidValue"] > seen.total() // 4
-    assert seen["InvalidReply"] > 0
-    assert seen["accepted"] > 0
-    assert {"missing array", "wrong dtype", "wrong shape"} <= set(seen)
+            harmless(setup, state, pending, result)
+            outcomes["accepted"] += 1
+    print(f"{name}: {CASES // len(WORLDS)} payloads, {dict(outcomes.most_common())}")
+    assert outcomes["InvalidValue"] > outcomes.total() // 4
+    assert outcomes["InvalidReply"] > 0
+    assert outcomes["accepted"] > 0
+    assert {"missing array", "wrong dtype", "wrong shape"} <= set(outcomes)
 
 
 @pytest.mark.parametrize(
     "mutation", [other_header_length, with_metadata, an_entry_twice, an_array_less]
 )
 def test_changed_header_never_reaches_the_model(mutation):
-    _, _, asked, update = asked_and_trained("slices")
+    _, _, pending, update = asked_and_trained("slices")
     payload, chance = pack_arrays(pack_update(update)), random.Random(0)
     for _ in range(200):
-        found = received(mutation(payload, chance), asked, update.loss)
-        assert isinstance(found, Rejection | InvalidValue | InvalidReply)
+        result = received(mutation(payload, chance), pending, update.loss)
+        assert isinstance(result, Rejection | InvalidValue | InvalidReply)

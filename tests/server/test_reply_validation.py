@@ -35,35 +35,45 @@ from tests.helpers.worlds import same
 @pytest.mark.parametrize("name", WORLDS)
 @pytest.mark.parametrize("slot", [0, -1])
 def test_reply_arrives_unchanged(name, slot):
-    setup, state, asked, update = asked_and_trained(name, slot)
-    got = validate_reply(honest(asked, update), asked)
-    assert isinstance(got, Update), got
-    same(got.params, update.params)
-    same(got.buffers, update.buffers)
-    assert got.measured.keys() == update.measured.keys()
-    for kind in got.measured:
-        same(got.measured[kind], update.measured[kind])
-    assert (got.client, got.sent, got.private, got.loss) == (
+    setup, state, pending, update = asked_and_trained(name, slot)
+    accepted_update = validate_reply(honest(pending, update), pending)
+    assert isinstance(accepted_update, Update), accepted_update
+    same(accepted_update.params, update.params)
+    same(accepted_update.buffers, update.buffers)
+    assert accepted_update.measured.keys() == update.measured.keys()
+    for kind in accepted_update.measured:
+        same(accepted_update.measured[kind], update.measured[kind])
+    assert (
+        accepted_update.client,
+        accepted_update.sent,
+        accepted_update.private,
+        accepted_update.loss,
+    ) == (
         update.client,
         update.sent,
         {},
         update.loss,
     )
-    held = count(state.params, [update.sent])
-    mine, theirs = count(state.params, [got.trained]), count(state.params, [update.trained])
-    same(mine, {n: torch.minimum(theirs[n], held[n]) for n in theirs})
-    same(aggregate(setup, state, [got]).params, aggregate(setup, state, [update]).params)
+    sent_counts = count(state.params, [update.sent])
+    trained_counts, theirs = (
+        count(state.params, [accepted_update.trained]),
+        count(state.params, [update.trained]),
+    )
+    same(trained_counts, {n: torch.minimum(theirs[n], sent_counts[n]) for n in theirs})
+    same(
+        aggregate(setup, state, [accepted_update]).params, aggregate(setup, state, [update]).params
+    )
 
 
-def _hostile(raw, asked):
+def _hostile(raw, pending):
     """One reply, or more, for every reason."""
-    name, masks = first(raw), dict(asked.reduction.gradient_mask())
+    name, masks = first(raw), dict(pending.reduction.gradient_mask())
     array = numbers(raw, name)
     prefix = raw.arrays[name]
-    bits = np.full(asked.expected_arrays[name.replace("params", "bits")].shape, 255, np.uint8)
+    bits = np.full(pending.expected_arrays[name.replace("params", "bits")].shape, 255, np.uint8)
     bit_name = f"bits/{next(iter(masks), name.removeprefix('params/'))}"
-    found = {
-        "too large": [with_array(raw, name, replace(prefix, data=bytes(asked.byte_limit + 1)))],
+    replies = {
+        "too large": [with_array(raw, name, replace(prefix, data=bytes(pending.byte_limit + 1)))],
         "malformed metrics": [
             replace(raw, metrics=wrong)
             for wrong in (
@@ -118,90 +128,99 @@ def _hostile(raw, asked):
     }
     if any(not bool(mask.all()) for mask in masks.values()):
         whole = np.packbits(np.ones(next(iter(masks.values())).numel(), bool))
-        found["mask over capacity"].append(with_array(raw, bit_name, stored(whole)))
-    if asked.statistics:
+        replies["mask over capacity"].append(with_array(raw, bit_name, stored(whole)))
+    if pending.statistics:
         variance = next(n for n in raw.arrays if n.endswith("running_var"))
-        found["negative variance"] = [changed(raw, variance, -0.5)]
-        found["not finite"].append(changed(raw, variance, np.nan))
-        found["absurd norm"].append(changed(raw, variance, 1e20))
-    return found
+        replies["negative variance"] = [changed(raw, variance, -0.5)]
+        replies["not finite"].append(changed(raw, variance, np.nan))
+        replies["absurd norm"].append(changed(raw, variance, 1e20))
+    return replies
 
 
 @pytest.mark.parametrize("name", WORLDS)
 def test_rejection_reasons_are_given_for_their_replies(name):
-    _, _, asked, update = asked_and_trained(name)
-    for reason, replies in _hostile(honest(asked, update), asked).items():
+    _, _, pending, update = asked_and_trained(name)
+    for reason, replies in _hostile(honest(pending, update), pending).items():
         for raw in replies:
-            found = validate_reply(raw, asked)
-            assert isinstance(found, Rejection), (reason, raw)
-            assert (found.reason, found.client) == (reason, asked.client.id), found
-            assert found.detail.isprintable()
-            assert len(found.detail) < 250
+            accepted_update = validate_reply(raw, pending)
+            assert isinstance(accepted_update, Rejection), (reason, raw)
+            assert (accepted_update.reason, accepted_update.client) == (
+                reason,
+                pending.client.id,
+            ), accepted_update
+            assert accepted_update.detail.isprintable()
+            assert len(accepted_update.detail) < 250
 
 
 def test_reply_bits_beyond_the_end_are_refused():
-    _, _, asked, update = asked_and_trained("slices")
-    name = next(n for n, t in asked.start.items() if t.numel() % 8)
-    bits = np.zeros(asked.expected_arrays[f"bits/{name}"].shape, np.uint8)
+    _, _, pending, update = asked_and_trained("slices")
+    name = next(n for n, t in pending.start.items() if t.numel() % 8)
+    bits = np.zeros(pending.expected_arrays[f"bits/{name}"].shape, np.uint8)
     bits[-1] = 1
-    found = validate_reply(with_array(honest(asked, update), f"bits/{name}", stored(bits)), asked)
-    assert (found.reason, found.client) == ("mask malformed", asked.client.id)
+    accepted_update = validate_reply(
+        with_array(honest(pending, update), f"bits/{name}", stored(bits)), pending
+    )
+    assert (accepted_update.reason, accepted_update.client) == ("mask malformed", pending.client.id)
 
 
 def test_reply_norm_is_of_the_change_from_the_task():
     """What stands still is not long, wherever it stands; the limit itself is allowed."""
-    _, _, asked, update = asked_and_trained("slices")
-    far = {name: torch.full_like(tensor, 9e5) for name, tensor in asked.params.items()}
-    asked = replace(asked, params=far)
-    still = honest(asked, replace(update, params=asked.start))
-    assert isinstance(validate_reply(still, asked), Update)
+    _, _, pending, update = asked_and_trained("slices")
+    far = {name: torch.full_like(tensor, 9e5) for name, tensor in pending.params.items()}
+    pending = replace(pending, params=far)
+    still = honest(pending, replace(update, params=pending.start))
+    assert isinstance(validate_reply(still, pending), Update)
     name = first(still)
-    assert isinstance(validate_reply(changed(still, name, 9e5 + NORM_LIMIT), asked), Update)
-    assert validate_reply(changed(still, name, 9e5 + NORM_LIMIT + 1), asked).reason == "absurd norm"
+    assert isinstance(validate_reply(changed(still, name, 9e5 + NORM_LIMIT), pending), Update)
+    assert (
+        validate_reply(changed(still, name, 9e5 + NORM_LIMIT + 1), pending).reason == "absurd norm"
+    )
 
 
 @pytest.mark.parametrize("name", ["own bits", "own bits in masks"])
 def test_reply_bits_decide_what_was_trained(name):
     """Its own choice: every third entry of what it holds."""
-    _, state, asked, update = asked_and_trained(name)
-    held, masks = asked.reduction.mask(state.params), asked.reduction.gradient_mask()
-    chosen = {n: (torch.arange(t.numel()) % 3 == 0).view(t.shape) for n, t in asked.start.items()}
-    raw = honest(asked, replace(update, trained=TrainedSubset(asked.reduction, chosen)))
+    _, state, pending, update = asked_and_trained(name)
+    held_masks, masks = pending.reduction.mask(state.params), pending.reduction.gradient_mask()
+    chosen = {n: (torch.arange(t.numel()) % 3 == 0).view(t.shape) for n, t in pending.start.items()}
+    raw = honest(pending, replace(update, trained=TrainedSubset(pending.reduction, chosen)))
     same(
-        validate_reply(raw, asked).trained.mask(state.params),
-        {n: bits & held[n] for n, bits in chosen.items()},
+        validate_reply(raw, pending).trained.mask(state.params),
+        {n: bits & held_masks[n] for n, bits in chosen.items()},
     )
     assert bool(masks) == (name == "own bits in masks")
 
 
 @pytest.mark.parametrize("which", ["all", "prunable"])
 def test_pending_task_expects_measured_arrays(which):
-    setup, state, given, _ = asked_and_trained("slices")
+    setup, state, original, _ = asked_and_trained("slices")
     task = replace(setup.task, recipe=replace(setup.task.recipe, measures={"heat": which}))
-    asked = pending_task("a nonce", task, state, given.client, given.reduction, allow_bits=False)
+    pending = pending_task(
+        "a nonce", task, state, original.client, original.reduction, allow_bits=False
+    )
     names = state.params if which == "all" else task.model.prunable
-    kinds = {name: name.split("/")[0] for name in asked.expected_arrays}
+    kinds = {name: name.split("/")[0] for name in pending.expected_arrays}
     assert {n for n, kind in kinds.items() if kind == "measured"} == {
         f"measured/heat/{n}" for n in names
     }
     assert set(kinds.values()) == {"params", "measured"}
-    assert asked.nonce == "a nonce"
+    assert pending.nonce == "a nonce"
 
 
 def test_reply_loss_may_be_the_largest_float():
-    _, _, asked, update = asked_and_trained("slices")
+    _, _, pending, update = asked_and_trained("slices")
     largest = float(np.finfo(np.float32).max)
     for loss in (largest, -largest, 0, 7):
         assert (
-            validate_reply(replace(honest(asked, update), metrics={"loss": loss}), asked).loss
+            validate_reply(replace(honest(pending, update), metrics={"loss": loss}), pending).loss
             == loss
         )
 
 
 def test_rejection_says_what_is_wrong():
-    _, _, asked, update = asked_and_trained("slices")
-    asked = replace(asked, metrics=("loss", "effort"))
-    raw = replace(honest(asked, update), metrics={"loss": 0.5, "effort": 2})
+    _, _, pending, update = asked_and_trained("slices")
+    pending = replace(pending, metrics=("loss", "effort"))
+    raw = replace(honest(pending, update), metrics={"loss": 0.5, "effort": 2})
     name = first(raw)
     shape = raw.arrays[name].shape
     wrong = {
@@ -221,25 +240,27 @@ def test_rejection_says_what_is_wrong():
         "params moved by 1e+09; at most 1e+06 is accepted": changed(raw, name, 1e9),
     }
     for detail, reply in wrong.items():
-        assert validate_reply(reply, asked).detail == detail
+        assert validate_reply(reply, pending).detail == detail
 
 
 def test_variance_of_zero_is_accepted():
-    _, _, asked, update = asked_and_trained("tracked norms")
-    raw = honest(asked, update)
+    _, _, pending, update = asked_and_trained("tracked norms")
+    raw = honest(pending, update)
     variance = next(name for name in raw.arrays if name.endswith("running_var"))
-    assert isinstance(validate_reply(changed(raw, variance, 0.0), asked), Update)
+    assert isinstance(validate_reply(changed(raw, variance, 0.0), pending), Update)
 
 
 def test_client_without_choice_sends_no_bits():
-    _, _, asked, update = asked_and_trained("slices")
-    plain = replace(asked, allow_bits=False)
+    _, _, pending, update = asked_and_trained("slices")
+    plain = replace(pending, allow_bits=False)
     assert isinstance(validate_reply(honest(plain, update), plain), Update)
-    name = first(honest(asked, update)).replace("params", "bits")
+    name = first(honest(pending, update)).replace("params", "bits")
     raw = with_array(
-        honest(asked, update), name, stored(np.zeros(asked.expected_arrays[name].shape, np.uint8))
+        honest(pending, update),
+        name,
+        stored(np.zeros(pending.expected_arrays[name].shape, np.uint8)),
     )
-    assert isinstance(validate_reply(raw, asked), Update)
+    assert isinstance(validate_reply(raw, pending), Update)
     assert validate_reply(raw, plain).reason == "extra array"
 
 
@@ -247,17 +268,17 @@ def test_endless_shape_is_refused_at_once():
     """The product of a million numbers takes minutes; a mask is one row of bytes, so anything else
     is malformed.
     """
-    _, _, asked, update = asked_and_trained("slices")
-    name = first(honest(asked, update)).replace("params", "bits")
+    _, _, pending, update = asked_and_trained("slices")
+    name = first(honest(pending, update)).replace("params", "bits")
     for shape in ((100, 100), (9,) * 10**6):
-        raw = with_array(honest(asked, update), name, stored(np.zeros(10, np.uint8), shape=shape))
-        assert validate_reply(raw, asked).reason == "mask malformed"
+        raw = with_array(honest(pending, update), name, stored(np.zeros(10, np.uint8), shape=shape))
+        assert validate_reply(raw, pending).reason == "mask malformed"
 
 
 def test_rejection_reasons_are_all_tested():
     """Every reason of the table is given by some test here, or by the ledger."""
-    _, _, asked, update = asked_and_trained("tracked norms")
-    by_hand = set(_hostile(honest(asked, update), asked))
+    _, _, pending, update = asked_and_trained("tracked norms")
+    by_hand = set(_hostile(honest(pending, update), pending))
     assert by_hand | {"unknown nonce", "replayed nonce", "late"} == set(REJECTION_REASONS)
 
 

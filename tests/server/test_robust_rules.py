@@ -45,7 +45,7 @@ def test_robust_rules_stay_between_honest_values(data, clients, liars, share, li
     values_CS = honest_CS.clone()
     values_CS[clients:] = lie
     parts = [
-        (Masks({"w": held}), {"w": v}, 1.0) for held, v in zip(held_CS, values_CS, strict=True)
+        (Masks({"w": bits}), {"w": v}, 1.0) for bits, v in zip(held_CS, values_CS, strict=True)
     ]
     count_S, lying_S = held_CS.sum(0), held_CS[clients:].sum(0)
     old = {"w": torch.zeros(5, dtype=torch.float64)}

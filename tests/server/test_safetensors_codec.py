@@ -38,9 +38,9 @@ def same(found, expected):
 
 
 def test_packed_arrays_are_read_by_the_package():
-    found = safetensors.numpy.load(pack_arrays(ARRAYS))
-    assert found.keys() == ARRAYS.keys()
-    for name, array in found.items():
+    result = safetensors.numpy.load(pack_arrays(ARRAYS))
+    assert result.keys() == ARRAYS.keys()
+    for name, array in result.items():
         assert np.array_equal(array, ARRAYS[name]), name
         assert array.dtype.name == ARRAYS[name].dtype.name
 
@@ -55,9 +55,9 @@ def test_files_of_the_package_are_unpacked():
 
 def test_packed_arrays_are_unpacked_without_a_copy():
     payload = pack_arrays(ARRAYS)
-    found = unpack_arrays(payload, set(ARRAYS))
-    same(found, ARRAYS)
-    assert all(array.data.obj is payload for array in found.values())
+    result = unpack_arrays(payload, set(ARRAYS))
+    same(result, ARRAYS)
+    assert all(array.data.obj is payload for array in result.values())
     assert unpack_arrays(pack_arrays({}), set()) == {}
 
 
@@ -95,8 +95,8 @@ def listing(*entries):
 
 
 def test_handmade_header_is_valid():
-    found = unpack_arrays(framed(listing(entry())), {"w"})
-    assert (found["w"].dtype, found["w"].shape) == ("float32", [2])
+    result = unpack_arrays(framed(listing(entry())), {"w"})
+    assert (result["w"].dtype, result["w"].shape) == ("float32", [2])
 
 
 LEFT, RIGHT = {"shape": "[1]", "offsets": "[0,4]"}, {"shape": "[1]", "offsets": "[4,8]"}
@@ -196,16 +196,16 @@ def test_damaged_payload_is_unpacked_or_refused(data):
     for _ in range(data.draw(st.integers(1, 8))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
     with suppress(InvalidValue, InvalidReply):
-        found = unpack_arrays(bytes(payload))
-        assert all(isinstance(name, str) for name in found)
-        assert sum(array.data.nbytes for array in found.values()) == 20 + 16
+        result = unpack_arrays(bytes(payload))
+        assert all(isinstance(name, str) for name in result)
+        assert sum(array.data.nbytes for array in result.values()) == 20 + 16
 
 
 @given(st.dictionaries(st.text(max_size=20), st.lists(st.integers(0, 3), max_size=3), max_size=5))
 def test_any_names_and_shapes_are_unpacked_again(shapes):
     arrays = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    found = unpack_arrays(pack_arrays(arrays), set(arrays))
-    assert {name: (array.dtype, array.shape) for name, array in found.items()} == {
+    result = unpack_arrays(pack_arrays(arrays), set(arrays))
+    assert {name: (array.dtype, array.shape) for name, array in result.items()} == {
         name: ("float32", shape) for name, shape in shapes.items()
     }
 

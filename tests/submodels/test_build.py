@@ -88,10 +88,10 @@ def test_sub_model_layers_have_their_size(name, options, norm):
 def test_sub_model_values_are_those_of_the_reduction(name, options, norm):
     model = build(name, options, norm)
     before = {n: t.clone() for n, t in params_and_buffers(model.module).items()}
-    given = {n: torch.randn_like(t) for n, t in model.module.named_parameters()}
+    values = {n: torch.randn_like(t) for n, t in model.module.named_parameters()}
     for reduction in parts(model):
-        part = submodel(model.module, reduction, given)
-        expected = reduction.extract({**before, **given})
+        part = submodel(model.module, reduction, values)
+        expected = reduction.extract({**before, **values})
         tensors = params_and_buffers(part)
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[n], expected[n]) for n in expected)
@@ -101,7 +101,7 @@ def test_sub_model_values_are_those_of_the_reduction(name, options, norm):
         assert all(
             torch.equal(t, before[n]) for n, t in params_and_buffers(model.module).items()
         )  # the module is untouched
-        assert not any(bool((t == 7).all()) for t in given.values())  # and so are the values
+        assert not any(bool((t == 7).all()) for t in values.values())  # and so are the values
 
 
 @models

@@ -102,13 +102,13 @@ def test_pruning_saves_weights_and_their_uses():
 def test_cost_in_bytes_of_every_encoding():
     model = cnn(MNIST, 10, "batch")
     scattered = {group.name: torch.arange(0, group.size, 2) for group in model.groups}
-    said = {
+    encoded_sizes = {
         "whole": (Masks({}), 1),
         "windows": (windows(model.groups, 0.5), 1 + 3 * 8),
         "draw": (drawn(model.groups, 0.5, 1), 17),
         "units": (Slices(model.groups, scattered), 1 + 32 // 8 + 64 // 8 + 128 // 8),
     }
-    for reduction, mask_bytes in said.values():
+    for reduction, mask_bytes in encoded_sizes.values():
         cost = paid(model, reduction, MNIST)
         assert cost.bytes_down - cost.bytes_up == mask_bytes
 

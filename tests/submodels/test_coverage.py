@@ -17,18 +17,21 @@ SETTINGS = settings(max_examples=60)
 
 
 def some_reductions(data, layout):
-    kept = [data.draw(kept_units(layout.groups)) for _ in range(data.draw(st.integers(1, 4)))]
+    unit_choices = [
+        data.draw(kept_units(layout.groups)) for _ in range(data.draw(st.integers(1, 4)))
+    ]
     return [
-        Slices(layout.groups, {n: torch.tensor(u) for n, u in units.items()}) for units in kept
-    ], kept
+        Slices(layout.groups, {n: torch.tensor(u) for n, u in units.items()})
+        for units in unit_choices
+    ], unit_choices
 
 
 @SETTINGS
 @given(layouts(), st.data())
 def test_coverage_counts_are_sums_of_masks(layout, data):
-    reductions, kept = some_reductions(data, layout)
+    reductions, unit_choices = some_reductions(data, layout)
     counts = cov.count(layout.params, reductions)
-    masks = [layout.mask(units) for units in kept]
+    masks = [layout.mask(units) for units in unit_choices]
     expected = {name: sum(mask[name].long() for mask in masks) for name in layout.params}
     assert all(torch.equal(counts[n].long(), expected[n]) for n in expected)
     flat = torch.cat([t.flatten() for t in expected.values()])
@@ -56,18 +59,20 @@ def test_coverage_of_no_clients_is_zero():
 
 def test_coverage_window_forgets_and_ever_does_not():
     params = {"w": torch.zeros(4)}
-    known = Coverage((), {})
+    coverage_so_far = Coverage((), {})
     for round, trained in enumerate([1, 2, 0, 1, 0]):
         unit = torch.zeros(4, dtype=torch.bool)
         unit[trained] = True
-        known = cov.record(
-            known, cov.count(params, [Masks({"w": unit}), Masks({"w": unit})]), window=2
+        coverage_so_far = cov.record(
+            coverage_so_far, cov.count(params, [Masks({"w": unit}), Masks({"w": unit})]), window=2
         )
-        assert len(known.window) == min(round + 1, 2)
-    assert cov.over_window(known)["w"].tolist() == [2, 2, 0, 0]  # the last two rounds
-    assert known.window[-1]["w"].tolist() == [2, 0, 0, 0]  # newest last
-    assert known.ever["w"].tolist() == [True, True, True, False]
-    assert cov.covered_only({"w": torch.tensor([1.0, -2, 3, torch.nan])}, known)["w"].tolist() == [
+        assert len(coverage_so_far.window) == min(round + 1, 2)
+    assert cov.over_window(coverage_so_far)["w"].tolist() == [2, 2, 0, 0]  # the last two rounds
+    assert coverage_so_far.window[-1]["w"].tolist() == [2, 0, 0, 0]  # newest last
+    assert coverage_so_far.ever["w"].tolist() == [True, True, True, False]
+    assert cov.covered_only({"w": torch.tensor([1.0, -2, 3, torch.nan])}, coverage_so_far)[
+        "w"
+    ].tolist() == [
         1,
         -2,
         3,
@@ -87,24 +92,26 @@ def test_coverage_record_leaves_earlier_ones_unchanged():
 
 def test_coverage_window_sums_beyond_255():
     counts = cov.count({"w": torch.zeros(1)}, [Masks({})] * 200)
-    known = Coverage((), {})
+    coverage_so_far = Coverage((), {})
     for _ in range(3):
-        known = cov.record(known, counts, 3)
-    assert cov.over_window(known)["w"].tolist() == [600]
+        coverage_so_far = cov.record(coverage_so_far, counts, 3)
+    assert cov.over_window(coverage_so_far)["w"].tolist() == [600]
 
 
 @SETTINGS
 @given(layouts(), st.data())
 def test_delta2_is_the_share_of_energy_cut_away(layout, data):
-    reductions, kept = some_reductions(data, layout)
+    reductions, units = some_reductions(data, layout)
     total = cov.energy(layout.params)
-    gone = sum(float(t[~layout.mask(kept[0])[n]].square().sum()) for n, t in layout.params.items())
+    lost_energy = sum(
+        float(t[~layout.mask(units[0])[n]].square().sum()) for n, t in layout.params.items()
+    )
     assert total == pytest.approx(sum(float(t.square().sum()) for t in layout.params.values()))
     nothing = Masks(
         {name: torch.zeros(t.shape, dtype=torch.bool) for name, t in layout.params.items()}
     )
-    found = cov.delta2(layout.params, [reductions[0], windows(layout.groups, 1.0), nothing])
-    assert found == [pytest.approx(gone / total, abs=1e-12), 0.0, 1.0]
+    noise = cov.delta2(layout.params, [reductions[0], windows(layout.groups, 1.0), nothing])
+    assert noise == [pytest.approx(lost_energy / total, abs=1e-12), 0.0, 1.0]
 
 
 def test_delta2_of_the_whole_model_is_exactly_zero():
@@ -122,12 +129,12 @@ def test_largest_weights_have_the_least_delta2(weights, data):
     size = data.draw(st.integers(1, len(weights)))
     view = View(0, params, (), ("w",), (Client(0, size / len(weights), 0, 1, ()),), (1.0,), "width",
                 Coverage((), {}), 0)  # fmt: skip
-    (found,) = magnitude(view)
-    assert found.sizes(params)["w"] == size
+    (noise,) = magnitude(view)
+    assert noise.sizes(params)["w"] == size
     masks = []
     for places in itertools.combinations(range(len(weights)), size):
         bits = torch.zeros(len(weights), dtype=torch.bool)
         bits[list(places)] = True
         masks.append(Masks({"w": bits}))
-    assert cov.delta2(params, [found]) == [min(cov.delta2(params, masks))]
+    assert cov.delta2(params, [noise]) == [min(cov.delta2(params, masks))]
     assert sorted(rank_by_magnitude(params["w"]).tolist()) == list(range(len(weights)))

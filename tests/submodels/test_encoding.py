@@ -23,45 +23,47 @@ groups_of_any_size = st.lists(st.integers(1, 20), min_size=1, max_size=4).map(
 
 def units(reduction):
     assert isinstance(reduction, Slices)
-    return {name: kept.tolist() for name, kept in reduction.kept.items()}
+    return {name: indices.tolist() for name, indices in reduction.kept.items()}
 
 
 @SETTINGS
 @given(groups_of_any_size, st.data())
 def test_encoded_units_are_decoded(groups, data):
-    kept = data.draw(kept_units(groups))
-    sent = encode(Slices(groups, {name: torch.tensor(u) for name, u in kept.items()}))
-    assert units(decode(sent, groups, {})) == kept
+    indices_by_group = data.draw(kept_units(groups))
+    payload = encode(
+        Slices(groups, {name: torch.tensor(u) for name, u in indices_by_group.items()})
+    )
+    assert units(decode(payload, groups, {})) == indices_by_group
     bits = 1 + sum((group.size + 7) // 8 for group in groups)
-    assert len(sent) in (bits, 1 + 8 * len(groups))
+    assert len(payload) in (bits, 1 + 8 * len(groups))
 
 
 @SETTINGS
 @given(groups_of_any_size, st.floats(0, 1), st.lists(st.integers(0, 30), min_size=4, max_size=4))
 def test_encoded_windows_take_eight_bytes_a_group(groups, share, starts):
     reduction = windows(groups, share, {f"g{i}": start for i, start in enumerate(starts)})
-    sent = encode(reduction)
-    assert sent[:1] == b"W"
-    assert len(sent) == 1 + 8 * len(groups)
-    assert units(decode(sent, groups, {})) == units(reduction)
+    payload = encode(reduction)
+    assert payload[:1] == b"W"
+    assert len(payload) == 1 + 8 * len(groups)
+    assert units(decode(payload, groups, {})) == units(reduction)
 
 
 @SETTINGS
 @given(groups_of_any_size, st.floats(0, 1), st.integers(0, 2**64 - 1))
 def test_encoded_draws_take_seventeen_bytes(groups, share, key):
     reduction = drawn(groups, share, key)
-    sent = encode(reduction)
-    assert len(sent) == 17
-    found = decode(sent, groups, {})
-    assert units(found) == units(reduction)
-    assert found.draw == (share, key)
+    payload = encode(reduction)
+    assert len(payload) == 17
+    reduction_read = decode(payload, groups, {})
+    assert units(reduction_read) == units(reduction)
+    assert reduction_read.draw == (share, key)
 
 
 def test_encoded_scattered_units_take_one_bit_each():
     group = (UnitGroup("g", 1000, ()),)
-    sent = encode(Slices(group, {"g": torch.arange(0, 1000, 2)}))
-    assert sent[:1] == b"U"
-    assert len(sent) == 1 + 125
+    payload = encode(Slices(group, {"g": torch.arange(0, 1000, 2)}))
+    assert payload[:1] == b"U"
+    assert len(payload) == 1 + 125
 
 
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=3)
@@ -77,11 +79,13 @@ def test_encoded_masks_take_one_bit_a_weight(shapes, data):
         ).view(t.shape)
         for name, t in reversed(prunable.items())
     }
-    sent = encode(Masks(bits))
-    found = decode(sent, (), prunable)
+    payload = encode(Masks(bits))
+    reduction_read = decode(payload, (), prunable)
     whole = all(bool(mask.all()) for mask in bits.values())
-    assert len(sent) == 1 + (0 if whole else sum((t.numel() + 7) // 8 for t in prunable.values()))
-    masks = found.mask(prunable)
+    assert len(payload) == 1 + (
+        0 if whole else sum((t.numel() + 7) // 8 for t in prunable.values())
+    )
+    masks = reduction_read.mask(prunable)
     assert all(torch.equal(masks[name], bits[name]) for name in bits)
 
 
@@ -106,11 +110,11 @@ def well_formed(found):
         found.mask(PRUNABLE)
         return
     for group in GROUPS:
-        kept = found.kept[group.name].tolist()
-        assert kept == sorted(set(kept))
-        assert kept
-        assert kept[0] >= 0
-        assert kept[-1] < group.size
+        indices = found.kept[group.name].tolist()
+        assert indices == sorted(set(indices))
+        assert indices
+        assert indices[0] >= 0
+        assert indices[-1] < group.size
     encode(found)
 
 

@@ -37,8 +37,8 @@ def equal(left, right):
 @SETTINGS
 @given(layouts(), st.data())
 def test_extract_is_indexing_by_the_mask(layout, data):
-    kept = data.draw(kept_units(layout.groups))
-    reduction, masks = slices(layout, kept), layout.mask(kept)
+    units = data.draw(kept_units(layout.groups))
+    reduction, masks = slices(layout, units), layout.mask(units)
     equal(reduction.mask(layout.params), masks)
     part = reduction.extract(layout.params)
     for name, tensor in layout.params.items():
@@ -59,8 +59,8 @@ def test_extract_is_indexing_by_the_mask(layout, data):
 @SETTINGS
 @given(layouts(), st.data(), st.sampled_from([1.0, 0.5, -3.0]))
 def test_add_into_equals_the_dense_formula(layout, data, scale):
-    kept = data.draw(kept_units(layout.groups))
-    reduction, masks = slices(layout, kept), layout.mask(kept)
+    units = data.draw(kept_units(layout.groups))
+    reduction, masks = slices(layout, units), layout.mask(units)
     values = {name: torch.randn_like(t) for name, t in reduction.extract(layout.params).items()}
     target = {name: tensor.clone() for name, tensor in layout.params.items()}
     expected = {name: tensor.clone() for name, tensor in layout.params.items()}
@@ -164,15 +164,15 @@ def test_add_into_of_masks_equals_the_dense_formula(layout, data):
 @given(st.integers(1, 12), st.floats(0, 1), st.integers(0, 40))
 def test_windows_wrap_around(size, share, start):
     group = UnitGroup("g", size, ())
-    kept = windows((group,), share, {"g": start}).kept["g"].tolist()
-    assert kept == sorted({(start + i) % size for i in range(num_units_kept(size, share))})
+    units = windows((group,), share, {"g": start}).kept["g"].tolist()
+    assert units == sorted({(start + i) % size for i in range(num_units_kept(size, share))})
     assert windows((group,), share).kept["g"].tolist() == list(range(num_units_kept(size, share)))
 
 
 def test_windows_start_per_group():
     groups = (UnitGroup("a", 4, ()), UnitGroup("b", 6, ()))
-    kept = windows(groups, 0.5, {"a": 3}).kept
-    assert {name: units.tolist() for name, units in kept.items()} == {"a": [0, 3], "b": [0, 1, 2]}
+    slices = windows(groups, 0.5, {"a": 3}).kept
+    assert {name: units.tolist() for name, units in slices.items()} == {"a": [0, 3], "b": [0, 1, 2]}
 
 
 def test_draws_are_sorted_and_depend_on_their_key():

@@ -24,10 +24,10 @@ TENSORS = {"w": torch.zeros(6, 4), "b": torch.zeros(6)}
 @settings(max_examples=300)
 @given(st.integers(1, 5000), st.floats(0, 1))
 def test_units_kept_never_exceed_the_share(size, share):
-    kept = num_units_kept(size, share)
-    assert 1 <= kept <= size
-    assert kept == 1 or kept <= Fraction(share) * size + Fraction(1, 10**8)
-    assert kept + 1 > Fraction(share) * size
+    count = num_units_kept(size, share)
+    assert 1 <= count <= size
+    assert count == 1 or count <= Fraction(share) * size + Fraction(1, 10**8)
+    assert count + 1 > Fraction(share) * size
 
 
 @settings(max_examples=200)
@@ -46,10 +46,10 @@ def test_share_outside_zero_to_one_is_refused(share):
 @settings(max_examples=100)
 @given(st.integers(0, 5), st.integers(1, 4), st.lists(st.integers(0, 9), max_size=6))
 def test_unit_positions_equal_their_definition(start, per_unit, units):
-    found = unit_positions(
+    positions = unit_positions(
         Cut("w", 0, start, per_unit), torch.tensor(units, dtype=torch.int64)
     ).tolist()
-    assert found == [start + u * per_unit + i for u in units for i in range(per_unit)]
+    assert positions == [start + u * per_unit + i for u in units for i in range(per_unit)]
 
 
 def test_cuts_are_gathered_by_tensor():

@@ -41,9 +41,9 @@ class HandMade(threading.Thread):
         ):
             TaskIdentity._node_id = me
             while not self.over.wait(0.2):
-                if (got := receive()) is None:
+                if (request := receive()) is None:
                     continue
-                message = _inflated(*got, pull)
+                message = _inflated(*request, pull)
                 confirm(message.metadata.run_id, message.metadata.message_id)
                 context = Context(message.metadata.run_id, me, self.config, RecordDict(), {})
                 attack = (
@@ -53,9 +53,9 @@ class HandMade(threading.Thread):
                 )
                 reply, tree, left_out = attack(message, context)
                 reply.metadata.__dict__["_message_id"] = tree.object_id
-                wanted, session = send(reply, tree, 0.1)
+                experiment, session = send(reply, tree, 0.1)
                 for id, piece in get_all_nested_objects(reply).items():
-                    if id in wanted - left_out:
+                    if id in experiment - left_out:
                         push(message.metadata.run_id, session, id, piece.deflate())
 
     def stop(self) -> None:

@@ -25,13 +25,15 @@ def test_full_disk_at_the_server(tmp_path):
         run_local_federation(home_on(disk, tmp_path / "flower"), configs) as federation,
     ):
         folder = disk / "run"
-        for done, spare, torn in (
+        for rounds_done, spare, torn in (
             (1, 0, r"events\.jsonl"),
             (2, 8 * PAGE, r"checkpoints/round-\S+"),
         ):
-            run = submit(federation, settings, folder, nodes=2, resume=done > 1)
-            run.rounds(done)
-            wait_for(lambda newest=right[done - 1]: newest in checkpoints(folder), "a checkpoint")
+            run = submit(federation, settings, folder, nodes=2, resume=rounds_done > 1)
+            run.rounds(rounds_done)
+            wait_for(
+                lambda newest=right[rounds_done - 1]: newest in checkpoints(folder), "a checkpoint"
+            )
             filler = fill(disk, spare)
             output = run.finish().text
             full = (

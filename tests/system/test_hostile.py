@@ -106,7 +106,7 @@ def test_hostile_node_does_not_delay_the_others(tmp_path):
         "events.jsonl"
     )
     assert [(line["late"], line["rejected"]) for line in lines] == [(2, 0), (0, 2), (0, 2)]
-    told = [
+    reasons = [
         {
             event["why"]
             for event in run.lines("events.jsonl")
@@ -118,5 +118,5 @@ def test_hostile_node_does_not_delay_the_others(tmp_path):
         "a part of its reply has arrived|did "
         "not arrive as a whole"
     )  # by whether Flower has forgotten it meanwhile
-    for whys, words in zip(told, (half, "too large", "not tensors"), strict=True):
-        assert all(re.search(words, why) for why in whys), told
+    for whys, words in zip(reasons, (half, "too large", "not tensors"), strict=True):
+        assert all(re.search(words, why) for why in whys), reasons

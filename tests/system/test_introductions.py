@@ -43,8 +43,8 @@ def test_introduction_carries_the_node_data_info(asked, tmp_path):
     np.savez(tmp_path / "mine.npz", **rows, train_owner=np.array([1, 1, 1, 2, 2]))
     config = {"partition-id": 0, "num-partitions": 2, "rows": str(tmp_path / "mine.npz")}
     reply = _answer_query(asked, SimpleNamespace(node_id=7, node_config=config))
-    found = _parse_node_info(7, decode_reply(arriving(reply)))
-    assert list(found.client_info) == [
+    result = _parse_node_info(7, decode_reply(arriving(reply)))
+    assert list(result.client_info) == [
         ClientInfo(3, (0, 9), (4,)),
         ClientInfo(2, (0, 2), (4,)),
     ]

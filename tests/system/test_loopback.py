@@ -55,7 +55,7 @@ MORE = {
 @pytest.mark.parametrize("world", [*WORLDS, *MORE])
 def test_loopback_equals_one_process_bit_for_bit(tmp_path, world):
     fields = {**WORLDS, **MORE}[world]
-    wanted = (
+    settings = (
         experiment(**fields)
         if "fleet" not in fields or fields["fleet"]
         else fc.Experiment(
@@ -66,12 +66,12 @@ def test_loopback_equals_one_process_bit_for_bit(tmp_path, world):
         )
     )
     fc.run(
-        wanted,
+        settings,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=training(wanted, tmp_path / "run").engine(),
+        engine=training(settings, tmp_path / "run").engine(),
     )
-    expected = reference(wanted, tmp_path / "here")
+    expected = reference(settings, tmp_path / "here")
     if world == "private masks":
         same_but_private(tmp_path / "run", tmp_path / "here")
     else:
@@ -81,7 +81,7 @@ def test_loopback_equals_one_process_bit_for_bit(tmp_path, world):
 def test_wrong_answers_are_rejected_with_reasons(tmp_path):
     """Those that need no transport; the others are in test_hostile."""
     kinds = ["honest", *EACH[:-1]]
-    wanted = experiment(policy="rolling", clients=4, active=4, rounds=len(kinds))
+    settings = experiment(policy="rolling", clients=4, active=4, rounds=len(kinds))
     before = {}
 
     def spoil(node, message, reply):
@@ -90,25 +90,25 @@ def test_wrong_answers_are_rejected_with_reasons(tmp_path):
         if node != 8:
             return reply
         kind, answers = kinds[read_request(message).round], read_results(reply)
-        sent = [
+        replies = [
             attack(kind, answer, before.setdefault(answer.client, answer)) for answer in answers
         ]
-        return result_message(message, sent)
+        return result_message(message, replies)
 
     run = fc.run(
-        wanted,
+        settings,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=training(wanted, tmp_path / "run", spoil).engine(),
+        engine=training(settings, tmp_path / "run", spoil).engine(),
     )
     events = [
         json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     ]
     for round, kind in enumerate(kinds[1:], 1):
-        told = {
+        recorded_events = {
             line["why"] for line in events if line["round"] == round and line["event"] == "rejected"
         }
-        assert any(WHY[kind] in why for why in told), (kind, told)
+        assert any(WHY[kind] in why for why in recorded_events), (kind, recorded_events)
         assert run.metrics[round]["rejected"] >= 2
         assert sorted(run.metrics[round]["dropped"]) == [2, 3]
 
@@ -117,11 +117,11 @@ def test_wrong_answers_are_rejected_with_reasons(tmp_path):
             task, state, [(c, r) for c, r in work if c.id < 2 or state.round == 0], lr
         )
 
-    assert checkpoints(tmp_path / "run") == reference(wanted, tmp_path / "here", only_honest)
+    assert checkpoints(tmp_path / "run") == reference(settings, tmp_path / "here", only_honest)
 
 
 def test_flood_of_answers_is_one_event(tmp_path):
-    wanted = experiment(policy="prefix", clients=4, active=4, rounds=1)
+    settings = experiment(policy="prefix", clients=4, active=4, rounds=1)
 
     def spoil(node, message, reply):
         from fedcover.flower.messages import read_results, result_message
@@ -131,10 +131,10 @@ def test_flood_of_answers_is_one_event(tmp_path):
         return result_message(message, [*answers, *flood]) if node == 8 else reply
 
     run = fc.run(
-        wanted,
+        settings,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=training(wanted, tmp_path / "run", spoil).engine(),
+        engine=training(settings, tmp_path / "run", spoil).engine(),
     )
     events = (tmp_path / "run" / "events.jsonl").read_text().splitlines()
     assert sum('"came"' not in event for event in events) == 5
@@ -160,7 +160,7 @@ def with_bits(answer):
 def test_private_run_rejects_bits(tmp_path):
     """Where a client's choice would show its data, no client has a choice."""
     pytest.importorskip("cryptography")
-    wanted = experiment(
+    settings = experiment(
         clients=4, active=4, rounds=2, privacy="gaussian(noise=1.0)", clip_updates=1.0
     )
 
@@ -174,10 +174,10 @@ def test_private_run_rejects_bits(tmp_path):
         )
 
     run = fc.run(
-        wanted,
+        settings,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=training(wanted, tmp_path / "run", spoil).engine(),
+        engine=training(settings, tmp_path / "run", spoil).engine(),
     )
     assert [(line["rejected"], sorted(line["dropped"])) for line in run.metrics] == [
         (2, [2, 3])
@@ -191,8 +191,10 @@ def test_events_before_the_folder_are_written_with_the_first_line(tmp_path):
     events = EventLog(tmp_path / "events.jsonl", pending_lines)
     events.write(0, "answered", 8, 1)
     events.write(0, "answered", 8, 2)
-    told = [(e["event"], e["node"], e["client"]) for e in read_lines(tmp_path / "events.jsonl")]
-    assert told == [("rejected", 7, None), ("answered", 8, 1), ("answered", 8, 2)]
+    recorded_events = [
+        (e["event"], e["node"], e["client"]) for e in read_lines(tmp_path / "events.jsonl")
+    ]
+    assert recorded_events == [("rejected", 7, None), ("answered", 8, 1), ("answered", 8, 2)]
 
 
 def test_events_after_a_torn_line_begin_on_their_own(tmp_path):
@@ -206,41 +208,41 @@ def test_events_after_a_torn_line_begin_on_their_own(tmp_path):
 
 
 def test_resumed_run_cannot_be_changed(tmp_path):
-    wanted = experiment(policy="prefix", rounds=2, name="mine")
+    settings = experiment(policy="prefix", rounds=2, name="mine")
     with pytest.raises(RunError, match="run is no run folder"):
-        experiment_to_resume(tmp_path / "run", wanted)
+        experiment_to_resume(tmp_path / "run", settings)
     fc.run(
-        wanted,
+        settings,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=training(wanted, tmp_path / "run").engine(),
+        engine=training(settings, tmp_path / "run").engine(),
     )
     assert (
         experiment_to_resume(
             tmp_path / "run", experiment(policy="prefix", rounds=2, fleet="1x0.25")
         )
-        == wanted
+        == settings
     )  # nodes declare it
     with pytest.raises(
         InvalidValue, match=r"cannot be changed: rounds = 9 \(was 2\), lr = 5\.0 \(was 0\."
     ):
         experiment_to_resume(tmp_path / "run", experiment(policy="prefix", rounds=9, lr=5.0))
-    again = RunConfig(wanted.to_toml(), str(tmp_path / "run"))
+    again = RunConfig(settings.to_toml(), str(tmp_path / "run"))
     with pytest.raises(RunError, match=r"already holds a run: resume it \(--resume\)"):
         serve(None, again, StatusFile(tmp_path / "run"))
 
 
 def test_failed_node_is_recorded_and_left_out(tmp_path):
-    wanted = experiment(policy="prefix", rounds=2, active=8)
+    settings = experiment(policy="prefix", rounds=2, active=8)
 
     def spoil(node, message, reply):
         return FailedReply("late", "no answer in 60 s") if node == 8 else reply
 
     run = fc.run(
-        wanted,
+        settings,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=training(wanted, tmp_path / "run", spoil).engine(),
+        engine=training(settings, tmp_path / "run", spoil).engine(),
     )
     assert [(line["late"], sorted(line["dropped"])) for line in run.metrics] == [
         (4, [4, 5, 6, 7])
@@ -249,26 +251,26 @@ def test_failed_node_is_recorded_and_left_out(tmp_path):
 
 def test_run_that_waits_for_nodes_counts_as_running(tmp_path, monkeypatch):
     """Whoever watches its folder meanwhile sees that somebody is at work there."""
-    wanted = experiment(policy="prefix", rounds=2, name="mine")
-    done = fc.run(
-        wanted,
+    settings = experiment(policy="prefix", rounds=2, name="mine")
+    run = fc.run(
+        settings,
         tmp_path / "run",
         machine=fc.Machine("flower", "cpu"),
-        engine=training(wanted, tmp_path / "run").engine(),
+        engine=training(settings, tmp_path / "run").engine(),
     )
     assert not read_run_view(tmp_path / "run").running
-    seen = []
+    calls = []
 
-    def waiting(*given, **named):
-        seen.append(read_run_view(tmp_path / "run").running)
+    def waiting(*node_config, **named):
+        calls.append(read_run_view(tmp_path / "run").running)
         raise RunError("nobody came")
 
     monkeypatch.setattr(server, "wait_for_nodes", waiting)
-    again = RunConfig(wanted.to_toml(), str(tmp_path / "run"), resume=True)
+    again = RunConfig(settings.to_toml(), str(tmp_path / "run"), resume=True)
     assert (
-        serve(None, again, StatusFile(tmp_path / "run")).metrics == done.metrics
+        serve(None, again, StatusFile(tmp_path / "run")).metrics == run.metrics
     )  # it is finished, so it needs no nodes
     (tmp_path / "run" / "summary.json").unlink()
     with pytest.raises(RunError, match="nobody came"):
         serve(None, again, StatusFile(tmp_path / "run"))
-    assert seen == [True]
+    assert calls == [True]

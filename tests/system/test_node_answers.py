@@ -32,13 +32,13 @@ def failing(*_):
 
 
 @pytest.mark.parametrize(
-    ("there", "train", "said"),
+    ("there", "train", "reason"),
     [
         (8, lambda *_: {"num-examples": 1, "loss": 0.0}, "wrong shape"),
         (16, failing, "ZeroDivisionError('no rows')"),
     ],
 )
-def test_node_names_why_it_cannot_train(monkeypatch, there, train, said):
+def test_node_names_why_it_cannot_train(monkeypatch, there, train, reason):
     server = model(16)
     params = {name: p.detach() for name, p in server.module.named_parameters()}
     encoded, wire = encode_reduction(Masks({}), server)
@@ -57,7 +57,7 @@ def test_node_names_why_it_cannot_train(monkeypatch, there, train, said):
         SimpleNamespace(content={}), SimpleNamespace(node_config={}), train, lambda: model(there)
     )
     assert [answer.client for answer in answers] == [0, 1]
-    assert all(said in answer.error for answer in answers)
+    assert all(reason in answer.error for answer in answers)
 
 
 class Scripted:
@@ -113,19 +113,19 @@ def test_restarted_node_does_not_delay_the_round(monkeypatch):
     for name in ("_task_id", "_run_id", "_node_id"):
         monkeypatch.setattr(TaskIdentity, name, 1)
     monkeypatch.setattr(
-        transport.Transport, "_receive_reply", lambda self, asked, *_: self._grid.replies.get(asked)
+        transport.Transport, "_receive_reply", lambda self, nodes, *_: self._grid.replies.get(nodes)
     )
     grid = Restarting()
     messages = {
         node: Message(RecordDict(), dst_node_id=node, message_type="train", ttl=60.0)
         for node in (7, 8, 9)
     }
-    found = transport.Transport(grid).send_and_wait(
+    result = transport.Transport(grid).send_and_wait(
         messages, timeout=1.0, max_bytes=dict.fromkeys(messages, 0)
     )
-    assert isinstance(found[7], Message)
-    assert found[8] == FailedReply("lost", transport.RESTARTED)
-    assert found[9] == FailedReply("late", "no answer in 1 s")
+    assert isinstance(result[7], Message)
+    assert result[8] == FailedReply("lost", transport.RESTARTED)
+    assert result[9] == FailedReply("late", "no answer in 1 s")
     assert Counter(grid.sent) == Counter(
         [(node, kind) for node in (7, 8, 9) for kind in ("train", "query")]
     )

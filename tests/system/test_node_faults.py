@@ -74,9 +74,12 @@ def test_refused_node_logs_why(tmp_path):
     ]
     with run_local_federation(tmp_path / "flower", configs) as federation:
         submit(federation, experiment(rounds=100), tmp_path / "run", nodes=1)
-        told = "the server does not accept this node: num-partitions must be 1, as elsewhere; got 2"
+        reason_at_server = (
+            "the server does not accept this node: num-partitions must be 1, as elsewhere; got 2"
+        )
         assert wait_for(
-            lambda: told in federation.log("supernode-1").read_text(), "the server's objection"
+            lambda: reason_at_server in federation.log("supernode-1").read_text(),
+            "the server's objection",
         )
         reason = "this node cannot take part: capacity in --node-config must be in (0, 1]; got 7.0"
         assert wait_for(

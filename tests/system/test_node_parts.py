@@ -195,8 +195,8 @@ def asked(setup, state, wanted):
             pack_arrays(pack_update(train_client(setup.task, state, client, wire, 0.05)))
         )
     unit_groups = groups_to_json(setup.task.model.groups) if is_import_path(wanted.model) else ""
-    given = state.round, 0.05, 1, wanted.to_toml(), tuple(orders), tuple(payloads)
-    return TaskRequest(*given, groups=unit_groups), expected
+    arguments = state.round, 0.05, 1, wanted.to_toml(), tuple(orders), tuple(payloads)
+    return TaskRequest(*arguments, groups=unit_groups), expected
 
 
 @pytest.fixture
@@ -206,18 +206,18 @@ def answers(monkeypatch):
     """
 
     def answer(orders):
-        seen = []
+        calls = []
         monkeypatch.setattr(client_training, "read_request", lambda message: orders)
         monkeypatch.setattr(client_training, "result_message", lambda message, answers: answers)
         monkeypatch.setattr(
             client_training,
             "train_client",
             lambda task, state, *rest: (
-                seen.append((task, state)) or train_client(task, state, *rest)
+                calls.append((task, state)) or train_client(task, state, *rest)
             ),
         )
         context = SimpleNamespace(run_id=1, node_config={}, node_id=7, state=RecordDict())
-        return client_training.train_clients(SimpleNamespace(content={}), context), seen
+        return client_training.train_clients(SimpleNamespace(content={}), context), calls
 
     return answer
 
@@ -233,46 +233,46 @@ def world(wanted, rounds=1):
 @pytest.mark.parametrize("case", HOLLOW)
 def test_node_results_equal_a_simulation(answers, caplog, case):
     name, fields = HOLLOW[case]
-    wanted = experiment(name, **fields)
+    settings = experiment(name, **fields)
     setup, state = world(
-        wanted, rounds=0 if "hermes" in str(fields) else 1
+        settings, rounds=0 if "hermes" in str(fields) else 1
     )  # what clients keep stays on their nodes
-    orders, expected = asked(setup, state, wanted)
-    found, seen = answers(orders)
-    assert [(answer.error, answer.payload) for answer in found] == [
+    orders, expected = asked(setup, state, settings)
+    replies, calls = answers(orders)
+    assert [(answer.error, answer.payload) for answer in replies] == [
         ("", payload) for payload in expected
     ]
     assert "builds all of" not in caplog.text
-    masked = wanted.policy in ("magnitude", "prunefl")
-    for task, given in seen:
+    masked = settings.policy in ("magnitude", "prunefl")
+    for task, arguments in calls:
         assert is_on_meta(task.model.module)
-        assert isinstance(given.params, PartialParams) != masked
+        assert isinstance(arguments.params, PartialParams) != masked
 
 
 @pytest.mark.parametrize("case", WHOLE)
 def test_model_that_needs_its_values_is_built_whole_with_a_warning(answers, caplog, case):
     fields, why = WHOLE[case]
-    wanted = experiment(**{"policy": "prefix", **fields})
-    setup, state = world(wanted)
-    orders, expected = asked(setup, state, wanted)
-    found, seen = answers(orders)
-    assert [(answer.error, answer.payload) for answer in found] == [
+    settings = experiment(**{"policy": "prefix", **fields})
+    setup, state = world(settings)
+    orders, expected = asked(setup, state, settings)
+    replies, calls = answers(orders)
+    assert [(answer.error, answer.payload) for answer in replies] == [
         ("", payload) for payload in expected
     ]
     assert caplog.text.count("this device builds all of model") == 1
     assert why in caplog.text
-    assert not any(is_on_meta(task.model.module) for task, _ in seen)
+    assert not any(is_on_meta(task.model.module) for task, _ in calls)
 
 
 def test_builder_that_returns_one_module_again_is_refused():
-    kept = []
+    modules = []
 
     def build():
-        kept or kept.append(
+        modules or modules.append(
             fc.Model(nn.Linear(2, 2).requires_grad_(bool(torch.ones(1, device="cpu"))), ())
         )
-        kept[0].module.register_buffer("more", torch.zeros(1))
-        return kept[0]
+        modules[0].module.register_buffer("more", torch.zeros(1))
+        return modules[0]
 
     with pytest.raises(InvalidValue, match="must be created anew in every call"):
         build_on_meta_or_cpu(build, "model 'kept'")
@@ -293,12 +293,13 @@ def peeking():
 
 
 def test_recipe_that_reads_outside_the_part_gets_a_hint(answers):
-    wanted = experiment(policy="prefix", recipe=f"{MINE}:peeking")
-    orders, _ = asked(*world(wanted, rounds=0), wanted)
-    found, _ = answers(orders)
-    assert all("a node holds its part of the model only" in answer.error for answer in found)
+    settings = experiment(policy="prefix", recipe=f"{MINE}:peeking")
+    orders, _ = asked(*world(settings, rounds=0), settings)
+    replies, _ = answers(orders)
+    assert all("a node holds its part of the model only" in answer.error for answer in replies)
     assert all(
-        "assignment.reduction.extract(assignment.state.params)" in answer.error for answer in found
+        "assignment.reduction.extract(assignment.state.params)" in answer.error
+        for answer in replies
     )
 
 
@@ -306,10 +307,10 @@ def test_partial_params_refuse_another_part():
     model = fc.models.mlp((1, 4, 4), 3, "batch")
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     half, whole = windows(model.groups, 0.5), windows(model.groups, 1.0)
-    mine = PartialParams(params, half.extract(params), half)
-    assert all(tensor is mine.part[name] for name, tensor in half.extract(mine).items())
+    part = PartialParams(params, half.extract(params), half)
+    assert all(tensor is part.part[name] for name, tensor in half.extract(part).items())
     with pytest.raises(InvalidValue, match="its own part of the model only"):
-        whole.extract(mine)
+        whole.extract(part)
 
 
 BUILDERS = {

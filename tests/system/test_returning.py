@@ -17,15 +17,15 @@ REFUSED, LET_IN = "[code: 2004]", "SuperNode ID"
 @pytest.fixture
 def federation(tmp_path):
     """A SuperLink with TLS that knows one key."""
-    made = TLSFederation(tmp_path)
+    federation_of_nodes = TLSFederation(tmp_path)
     try:
-        made.prepare()
-        made.start_superlink()
-        made.register("node-0")
+        federation_of_nodes.prepare()
+        federation_of_nodes.start_superlink()
+        federation_of_nodes.register("node-0")
         shutil.copy(tmp_path / "node-0.key", tmp_path / "twin.key")
-        yield made
+        yield federation_of_nodes
     finally:
-        made.stop()
+        federation_of_nodes.stop()
 
 
 def answers(federation, name, count):

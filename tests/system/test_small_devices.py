@@ -88,11 +88,11 @@ def node(folder, share, room=0):
         str(second),
         str(room),
     ]
-    said = subprocess.run(
+    process = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, **NODE_SETTINGS}
     )
-    assert said.returncode == 0, said.stderr
-    return json.loads(said.stdout)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 def test_memory_of_a_small_part_is_as_audited(work):
@@ -130,19 +130,19 @@ except Exception as error:
 
 @pytest.mark.parametrize("room", [5_000_000, 100_000_000])
 def test_device_too_small_for_torch_says_so(room):
-    said = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", LOADING, str(room)], capture_output=True, text=True, timeout=300
     )
-    assert said.stdout.startswith(
+    assert process.stdout.startswith(
         "MemoryError this device has too little memory to load torch: "
-    ), said
+    ), process
 
 
 def highest(federation, hidden, share, folder):
     """The most memory, in bytes, that a process had which Flower started for a message of a run of
     one client.
     """
-    wanted = fc.Experiment(
+    experiment = fc.Experiment(
         model=f"mlp(hidden={hidden})",
         clients=1,
         active=1,
@@ -151,7 +151,7 @@ def highest(federation, hidden, share, folder):
         fleet=f"1x{share}",
         policy="prefix",
     )
-    most, run = 0, submit(federation, wanted, folder, wait=5.0, deadline=300.0)
+    most, run = 0, submit(federation, experiment, folder, wait=5.0, deadline=300.0)
     while run.process.poll() is None:
         for pid in children(federation, "supernode-0", "flwr-clientapp"):
             try:

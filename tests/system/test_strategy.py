@@ -78,7 +78,7 @@ def test_wrong_calibration_file_is_named(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "reason"),
     [
         ({"capacity": "depth"}, "capacity must be one of width, parameters; got 'depth'"),
         ({"window": 0}, "window must be a whole number of at least 1; got 0"),
@@ -87,8 +87,8 @@ def test_wrong_calibration_file_is_named(tmp_path, content):
         ({"server": "sgd"}, "server must be one of"),
     ],
 )
-def test_strategy_refuses_wrong_values(wrong, said):
-    with pytest.raises(InvalidValue, match=said):
+def test_strategy_refuses_wrong_values(wrong, reason):
+    with pytest.raises(InvalidValue, match=reason):
         CoverageStrategy(with_norms(), calibration=torch.randn(9, 1, 4, 4), **wrong)
 
 
@@ -98,7 +98,7 @@ def test_strategy_refuses_a_bare_module():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "reason"),
     [
         ({"fraction_train": 0.0}, r"fraction_train must be in \(0, 1\]; got 0.0"),
         ({"fraction_evaluate": 1.5}, r"fraction_evaluate must be in \[0, 1\]; got 1.5"),
@@ -107,8 +107,8 @@ def test_strategy_refuses_a_bare_module():
         ({"wait": float("nan")}, "wait must be a number of seconds"),
     ],
 )
-def test_sampling_refuses_wrong_values(wrong, said):
-    with pytest.raises(InvalidValue, match=said):
+def test_sampling_refuses_wrong_values(wrong, reason):
+    with pytest.raises(InvalidValue, match=reason):
         Sampling(**wrong)
 
 
@@ -129,10 +129,10 @@ def context(**config: object) -> Context:
 
 
 def test_user_function_trains_a_module_of_the_nodes_size():
-    seen = {}
+    modules = {}
 
     def train(module, config, context):
-        seen.update(config, units=module[0].out_channels)
+        modules.update(config, units=module[0].out_channels)
         with torch.no_grad():
             module[0].weight.fill_(1.0)
         return {"num-examples": 5, "loss": 0.25}
@@ -147,7 +147,7 @@ def test_user_function_trains_a_module_of_the_nodes_size():
         0.25,
         "",
     )
-    assert seen == {"lr": 0.5, "round": 2, "server-round": 3, "capacity": 0.5, "units": 2}
+    assert modules == {"lr": 0.5, "round": 2, "server-round": 3, "capacity": 0.5, "units": 2}
 
 
 def test_node_refuses_more_than_its_capacity():
@@ -201,7 +201,7 @@ def test_damaged_reply_pieces_are_read_or_refused():
     """The pieces in which Flower carries a reply, damaged at random: what opens them never
     stumbles.
     """
-    message, chance, seen = ordered(with_norms(), 0.5), random.Random(0), Counter()
+    message, chance, outcomes = ordered(with_norms(), 0.5), random.Random(0), Counter()
     reply = result_message(message, [ClientResult(3, "nonce", 0.5, 1, bytes(range(256)) * 4)])
     whole = pieces(reply)
     for _ in range(3000):
@@ -210,15 +210,15 @@ def test_damaged_reply_pieces_are_read_or_refused():
             name = chance.choice(list(contents))
             contents[name] = damaged(contents[name], whole, chance)
         try:
-            found = decode_reply(PartialReply(reply.object_id, [], 4096, 256, contents))
-            if isinstance(found, Message):
-                for answer in read_results(found):
+            result = decode_reply(PartialReply(reply.object_id, [], 4096, 256, contents))
+            if isinstance(result, Message):
+                for answer in read_results(result):
                     unpack_arrays(answer.payload)
-            seen["rejected" if isinstance(found, FailedReply) else "read"] += 1
+            outcomes["rejected" if isinstance(result, FailedReply) else "read"] += 1
         except (InvalidValue, TooLarge) as error:
-            seen[type(error).__name__] += 1
-    assert seen["rejected"] > 500
-    assert seen["InvalidValue"] > 100
+            outcomes[type(error).__name__] += 1
+    assert outcomes["rejected"] > 500
+    assert outcomes["InvalidValue"] > 100
 
 
 def damaged(content, others, chance):
@@ -285,9 +285,9 @@ def answering(strategy, samples):
     strategy._sent = strategy._params(strategy.initial_arrays())
     _, wire = encode_reduction(part, model)
     client = Client(3, 0.5, 0, 1, ())
-    asked = strategy._ledger.issue(lambda nonce: PendingTask(nonce, client, wire, strategy._sent))
+    pending = strategy._ledger.issue(lambda nonce: PendingTask(nonce, client, wire, strategy._sent))
     untrained = Update(client, wire, wire, wire.extract(strategy._sent), {}, {}, {}, 0.5)
-    answer = ClientResult(3, asked.nonce, 0.5, samples, pack_arrays(pack_update(untrained)))
+    answer = ClientResult(3, pending.nonce, 0.5, samples, pack_arrays(pack_update(untrained)))
     return result_message(ordered(model, 0.5), [answer])
 
 
@@ -326,27 +326,27 @@ def fleet(monkeypatch):
             }
             for place, capacity in enumerate(capacities)
         }
-        asked = []
+        requests = []
 
-        def send_and_wait(transport, sent, *, timeout, max_bytes):
-            asked.append((sorted(sent), {node: max_bytes[node] for node in sent}))
+        def send_and_wait(transport, messages, *, timeout, max_bytes):
+            requests.append((sorted(messages), {node: max_bytes[node] for node in messages}))
             replies = {}
-            for node, message in sent.items():
+            for node, message in messages.items():
                 message.metadata.__dict__["_message_id"] = f"{node}"
                 replies[node] = app(message, Context(1, node, nodes[node], RecordDict(), {}))
             return replies
 
         def query_node_info(transport, nodes_to_query, *, timeout, client_info):
-            told = {
+            configs = {
                 node: (config["partition-id"], len(nodes), config["capacity"])
                 for node, config in nodes.items()
             }
-            return {node: NodeInfo(node, *told[node], fc.__version__) for node in nodes_to_query}
+            return {node: NodeInfo(node, *configs[node], fc.__version__) for node in nodes_to_query}
 
         monkeypatch.setattr(Transport, "connected_nodes", lambda transport: set(nodes))
         monkeypatch.setattr(Transport, "query_node_info", query_node_info)
         monkeypatch.setattr(Transport, "send_and_wait", send_and_wait)
-        return asked
+        return requests
 
     return build
 
@@ -356,15 +356,15 @@ def values(result):
 
 
 def test_sampling_trains_a_changing_share_of_nodes(fleet):
-    asked = fleet(client_app(trains, with_norms), [1.0] * 4)
+    requests = fleet(client_app(trains, with_norms), [1.0] * 4)
     inputs = torch.randn(9, 1, 4, 4)
 
     def who(sampling):
-        asked.clear()
+        requests.clear()
         CoverageStrategy(with_norms(), sampling=sampling, calibration=inputs).start(
             None, num_rounds=6
         )
-        return [nodes for nodes, _ in asked if nodes]
+        return [nodes for nodes, _ in requests if nodes]
 
     half = who(Sampling(fraction_train=0.5))
     assert [len(nodes) for nodes in half] == [2] * 6
@@ -377,37 +377,37 @@ def test_sampling_trains_a_changing_share_of_nodes(fleet):
 
 def test_nodes_evaluate_their_own_parts(fleet):
     """In evaluation mode, with the server's norm statistics for just that part."""
-    seen = {}
+    evaluations = {}
 
     def evaluate(module, config, context):
-        seen[context.node_config["partition-id"]] = module
+        evaluations[context.node_config["partition-id"]] = module
         assert not torch.is_grad_enabled()
         assert (config["server-round"], config["what"]) == (2 - (config["round"] == 0), "test")
         place = context.node_config["partition-id"]
         return {"num-examples": 1 + 2 * place, "accuracy": float(place)}
 
-    asked = fleet(client_app(trains, with_norms, evaluate), [1.0, 0.5])
+    requests = fleet(client_app(trains, with_norms, evaluate), [1.0, 0.5])
     inputs, built = torch.randn(50, 1, 4, 4), with_norms()
     strategy = CoverageStrategy(
         built, "prefix", sampling=Sampling(fraction_evaluate=1.0), calibration=inputs
     )
-    found = strategy.start(None, num_rounds=2, evaluate_config=ConfigRecord({"what": "test"}))
-    assert dict(found.evaluate_metrics_clientapp[2]) == {
+    result = strategy.start(None, num_rounds=2, evaluate_config=ConfigRecord({"what": "test"}))
+    assert dict(result.evaluate_metrics_clientapp[2]) == {
         "num-examples": 4,
         "nodes": 2,
         "accuracy": 0.75,
     }
-    assert [set(limits.values()) == {0} for _, limits in asked] == [False, True, False, True]
-    assert [seen[place][0].out_channels for place in (0, 1)] == [4, 2]
-    whole = strategy.ready(found.arrays)
-    assert not seen[0].training
-    assert seen[0](inputs).equal(whole(inputs))
-    part = submodel(built.module, windows(built.groups, 0.5), strategy._params(found.arrays))
-    assert seen[1](inputs).equal(calibrate(part, inputs)(inputs))
+    assert [set(limits.values()) == {0} for _, limits in requests] == [False, True, False, True]
+    assert [evaluations[place][0].out_channels for place in (0, 1)] == [4, 2]
+    whole = strategy.ready(result.arrays)
+    assert not evaluations[0].training
+    assert evaluations[0](inputs).equal(whole(inputs))
+    part = submodel(built.module, windows(built.groups, 0.5), strategy._params(result.arrays))
+    assert evaluations[1](inputs).equal(calibrate(part, inputs)(inputs))
 
 
 @pytest.mark.parametrize(
-    ("evaluate", "said"),
+    ("evaluate", "reason"),
     [
         (None, "this node's client_app has no evaluate_fn"),
         (lambda *_: 1 / 0, "division by zero"),
@@ -415,7 +415,7 @@ def test_nodes_evaluate_their_own_parts(fleet):
         (lambda *_: {"num-examples": 1, "loss": float("nan")}, "at most 100 finite numbers"),
     ],
 )
-def test_failed_evaluation_is_logged(fleet, caplog, evaluate, said):
+def test_failed_evaluation_is_logged(fleet, caplog, evaluate, reason):
     fleet(client_app(trains, with_norms, evaluate), [1.0])
     inputs = torch.randn(9, 1, 4, 4)
     strategy = CoverageStrategy(
@@ -423,17 +423,17 @@ def test_failed_evaluation_is_logged(fleet, caplog, evaluate, said):
     )
     assert strategy.start(None, num_rounds=1).evaluate_metrics_clientapp == {}
     assert "round 1: evaluation rejected" in caplog.text
-    assert said in caplog.text
+    assert reason in caplog.text
 
 
 @pytest.mark.parametrize("server", ["none", "momentum(beta=0.5)", "adam(lr=0.1)"])
 def test_resumed_strategy_gives_the_same_bits(fleet, tmp_path, server):
-    asked = fleet(client_app(trains, with_norms), [1.0, 0.5])
+    requests = fleet(client_app(trains, with_norms), [1.0, 0.5])
     inputs, built = torch.randn(9, 1, 4, 4), with_norms()
-    seen = []
+    states = []
 
     def evaluate(round, arrays):
-        seen.append(round)
+        states.append(round)
         return MetricRecord({"round": round})
 
     def strategy(folder, policy="rolling", **changes):
@@ -444,10 +444,10 @@ def test_resumed_strategy_gives_the_same_bits(fleet, tmp_path, server):
     strategy(tmp_path / "run").start(None, num_rounds=2)
     again = strategy(tmp_path / "run").start(None, num_rounds=4, evaluate_fn=evaluate)
     assert values(again) == values(whole)
-    assert list(again.train_metrics_clientapp) == seen[1:] == [3, 4]
-    asked.clear()
-    done = strategy(tmp_path / "run").start(None, num_rounds=4)
-    assert (values(done), asked) == (values(whole), [])
+    assert list(again.train_metrics_clientapp) == states[1:] == [3, 4]
+    requests.clear()
+    result = strategy(tmp_path / "run").start(None, num_rounds=4)
+    assert (values(result), requests) == (values(whole), [])
     with pytest.raises(RunError, match="belongs to another experiment"):
         strategy(tmp_path / "run", weights="samples").start(None, num_rounds=5)
     with pytest.raises(RunError, match="belongs to another experiment"):
@@ -461,9 +461,10 @@ def test_silent_node_loses_its_partition_in_an_app(monkeypatch):
     message, answered = ordered(with_norms(), 0.5), result_message(ordered(with_norms(), 0.5), [])
     silent = {7}
 
-    def send_and_wait(transport, sent, *, timeout, max_bytes):
+    def send_and_wait(transport, messages, *, timeout, max_bytes):
         return {
-            node: FailedReply("late", "no answer") if node in silent else answered for node in sent
+            node: FailedReply("late", "no answer") if node in silent else answered
+            for node in messages
         }
 
     monkeypatch.setattr(Transport, "send_and_wait", send_and_wait)

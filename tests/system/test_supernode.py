@@ -13,11 +13,11 @@ from fedcover.flower.reconnection import ReconnectingClient
 @pytest.fixture
 def start(monkeypatch):
     """Starts a SuperNode, and returns what is set when Flower's own program begins."""
-    seen = {}
+    calls = {}
 
     def flower_supernode():
-        seen["client"] = fleet_http_connection.FleetHttpClient
-        seen["tunables"] = os.environ["GLIBC_TUNABLES"]
+        calls["client"] = fleet_http_connection.FleetHttpClient
+        calls["tunables"] = os.environ["GLIBC_TUNABLES"]
 
     client = fleet_http_connection.FleetHttpClient
     monkeypatch.setattr(fleet_http_connection, "FleetHttpClient", client)  # is put back
@@ -26,7 +26,7 @@ def start(monkeypatch):
 
     def start():
         supernode.main()
-        return seen
+        return calls
 
     return start
 

@@ -86,8 +86,8 @@ def test_killed_up_ends_every_process_within_ten_seconds(tmp_path):
 
 
 def test_up_refuses_a_run_that_every_node_would_refuse(tmp_path):
-    wanted = experiment(policy="prefix", recipe="hermes", rounds=2, name="mine")
-    (tmp_path / "mine.toml").write_text(wanted.to_toml())
+    settings = experiment(policy="prefix", recipe="hermes", rounds=2, name="mine")
+    (tmp_path / "mine.toml").write_text(settings.to_toml())
     process = up(tmp_path, tmp_path / "mine.toml")
     assert process.wait(PATIENCE) == 1
     assert (
@@ -102,9 +102,9 @@ def test_up_refuses_wrong_experiments_before_it_starts_anything(tmp_path):
         experiment(partition="labels(limit=99)", name="mine").to_toml()
     )
     assert up(tmp_path, tmp_path / "mine.toml").wait(PATIENCE) == 2
-    told = (tmp_path / "log.txt").read_text()
-    assert "limit must be a whole number between 1 and the number of labels, 10; got 99" in told
-    assert "SuperLink" not in told
+    output = (tmp_path / "log.txt").read_text()
+    assert "limit must be a whole number between 1 and the number of labels, 10; got 99" in output
+    assert "SuperLink" not in output
 
 
 def test_up_fails_without_any_answer(tmp_path):
@@ -113,20 +113,20 @@ def test_up_fails_without_any_answer(tmp_path):
     )
     process = up(tmp_path, tmp_path / "mine.toml", "--deadline", "0.2")
     assert process.wait(PATIENCE) == 1
-    told = (tmp_path / "log.txt").read_text()
-    assert "no client has answered in any round" in told
-    assert " late" in told
-    assert "fix that, then choose another name or remove" in told
+    output = (tmp_path / "log.txt").read_text()
+    assert "no client has answered in any round" in output
+    assert " late" in output
+    assert "fix that, then choose another name or remove" in output
 
 
 def test_up_on_rows_that_stay_on_nodes(tmp_path):
     files = written(tmp_path)
-    wanted = files.experiment(name="mine")
-    (tmp_path / "mine.toml").write_text(wanted.to_toml())
+    experiment = files.experiment(name="mine")
+    (tmp_path / "mine.toml").write_text(experiment.to_toml())
     process = up(tmp_path, tmp_path / "mine.toml", "--rows", tmp_path / "node-{}.npz")
     assert process.wait(PATIENCE) == 0, (tmp_path / "log.txt").read_text()
     there = fc.load(tmp_path / "runs" / "mine")
-    here = fc.run(files.in_one_process(wanted), machine=fc.Machine("sequential", "cpu"))
+    here = fc.run(files.in_one_process(experiment), machine=fc.Machine("sequential", "cpu"))
     assert all(tensor.equal(here.state.params[name]) for name, tensor in there.state.params.items())
     assert there.model()(here.setup.task.source.test.x).shape == (360, 10)
 
@@ -145,15 +145,15 @@ def test_up_notices_a_killed_server(tmp_path):
     (server,) = (pid for pid, command in commands.items() if b"flwr-serverapp" in command)
     os.kill(server, signal.SIGKILL)
     assert process.wait(PATIENCE) == 1
-    told = " ".join((tmp_path / "log.txt").read_text().split())
-    assert "the server's process was killed" in told
-    assert "resume with: fedcover flower up --nodes 2" in told
+    output = " ".join((tmp_path / "log.txt").read_text().split())
+    assert "the server's process was killed" in output
+    assert "resume with: fedcover flower up --nodes 2" in output
 
 
 def test_up_runs_to_the_end_and_removes_its_files(tmp_path):
     """Stopped after a round, it goes on with the folder and ends as the same run in one process."""
-    wanted = experiment(policy="prefix", rounds=3, name="mine")
-    (tmp_path / "mine.toml").write_text(wanted.to_toml())
+    settings = experiment(policy="prefix", rounds=3, name="mine")
+    (tmp_path / "mine.toml").write_text(settings.to_toml())
     folder = tmp_path / "runs" / "mine"
     first = up(tmp_path, tmp_path / "mine.toml")
     wait_for(
@@ -174,4 +174,4 @@ def test_up_runs_to_the_end_and_removes_its_files(tmp_path):
     assert again.wait(PATIENCE) == 0, (tmp_path / "log.txt").read_text()
     wait_for(lambda: not alive(family), "the end of all processes")
     assert list((tmp_path / "tmp").glob("fedcover-*")) == []
-    assert checkpoints(folder) == reference(wanted, tmp_path / "here")
+    assert checkpoints(folder) == reference(settings, tmp_path / "here")

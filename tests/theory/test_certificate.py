@@ -50,36 +50,38 @@ class TestSoftmaxRegression:
     """Constants are proved, the optimum is known: the certificate is one."""
 
     def test_certificate_with_full_coverage(self, tmp_path):
-        found = certified(tmp_path / "run", fleet="2x1.0 + 4x0.75", policy="magnitude", **SOFTMAX)
-        bound = found["bounds"]["reshuffled"]
-        assert found["kind"] == "certificate"
+        certificate = certified(
+            tmp_path / "run", fleet="2x1.0 + 4x0.75", policy="magnitude", **SOFTMAX
+        )
+        bound = certificate["bounds"]["reshuffled"]
+        assert certificate["kind"] == "certificate"
         assert bound["genuine"]
         assert not bound["vacuous"]
         assert 0 < bound["left"] <= bound["value"]
-        assert found["coverage"]["gamma"] == found["coverage"]["gamma_union"] == 2
-        start = found["constants"]["F_0"]["value"] - found["last"]["F_optimum"]
-        assert 0 <= found["last"]["above"] <= found["last"]["above_at_most"]
+        assert certificate["coverage"]["gamma"] == certificate["coverage"]["gamma_union"] == 2
+        start = certificate["constants"]["F_0"]["value"] - certificate["last"]["F_optimum"]
+        assert 0 <= certificate["last"]["above"] <= certificate["last"]["above_at_most"]
         assert (
-            found["last"]["above"] < 0.02 * start
+            certificate["last"]["above"] < 0.02 * start
         )  # the neighbourhood of the optimum, not the optimum
-        assert json.loads((tmp_path / "run" / "certificate.json").read_text()) == found
+        assert json.loads((tmp_path / "run" / "certificate.json").read_text()) == certificate
 
     def test_certified_run_without_noise_reaches_the_optimum(self, tmp_path):
-        found = certified(tmp_path / "run", fleet="1x1.0", policy="full", **SOFTMAX)
-        assert found["last"]["above"] < 1e-4
-        assert found["coverage"]["noise"] == 0
-        assert found["bounds"]["reshuffled"]["terms"]["noise"] == 0
+        certificate = certified(tmp_path / "run", fleet="1x1.0", policy="full", **SOFTMAX)
+        assert certificate["last"]["above"] < 1e-4
+        assert certificate["coverage"]["noise"] == 0
+        assert certificate["bounds"]["reshuffled"]["terms"]["noise"] == 0
 
     def test_certificate_of_the_union_of_trained_parameters(self, tmp_path):
         """Coverage 0: everybody looks at the first two of four features.
 
         The optimum is that of these two.
         """
-        found = certified(tmp_path / "run", fleet="1x0.5", policy="prefix", **SOFTMAX)
-        assert (found["coverage"]["gamma"], found["coverage"]["gamma_union"]) == (0, 6)
-        assert found["coverage"]["never_trained"] == 2 * 3
-        assert found["bounds"]["reshuffled"]["genuine"]
-        assert found["last"]["above"] < 1e-4
+        certificate = certified(tmp_path / "run", fleet="1x0.5", policy="prefix", **SOFTMAX)
+        assert (certificate["coverage"]["gamma"], certificate["coverage"]["gamma_union"]) == (0, 6)
+        assert certificate["coverage"]["never_trained"] == 2 * 3
+        assert certificate["bounds"]["reshuffled"]["genuine"]
+        assert certificate["last"]["above"] < 1e-4
         run = fc.load(tmp_path / "run")
         rows = [run.setup.task.source.shard(client).samples for client in range(6)]
         x, y = torch.cat([r.x for r in rows]).double()[:, :2], torch.cat([r.y for r in rows])
@@ -93,7 +95,7 @@ class TestSoftmaxRegression:
             )
             head -= 0.5 * (slope + 0.5 * head)
         least = torch.nn.functional.cross_entropy(ones @ head.T, y) + 0.25 * head.square().sum()
-        assert found["last"]["F_optimum"] == pytest.approx(float(least), abs=1e-9)
+        assert certificate["last"]["F_optimum"] == pytest.approx(float(least), abs=1e-9)
 
     def test_certificate_with_mini_batches_and_local_steps(self, tmp_path):
         fields = {
@@ -104,24 +106,26 @@ class TestSoftmaxRegression:
             "rounds": 5,
             "keep_rounds": range(5),
         }
-        found = certified(tmp_path / "run", fleet="2x1.0 + 4x0.75", policy="magnitude", **fields)
-        bound = found["bounds"]["reshuffled"]
+        certificate = certified(
+            tmp_path / "run", fleet="2x1.0 + 4x0.75", policy="magnitude", **fields
+        )
+        bound = certificate["bounds"]["reshuffled"]
         assert bound["genuine"]
         assert bound["left"] <= bound["value"]
-        assert found["local_steps"] == 8
-        assert found["lemmas"]["split_error"] < 1e-6
-        assert 0 < found["lemmas"]["drift"] <= 1
-        assert 0 < found["lemmas"]["gap"] <= 1
-        assert 0 < found["lemmas"]["noise"] <= 1
-        assert "shuffled" in " ".join(found["bounds"]["sharper"]["outside"])
+        assert certificate["local_steps"] == 8
+        assert certificate["lemmas"]["split_error"] < 1e-6
+        assert 0 < certificate["lemmas"]["drift"] <= 1
+        assert 0 < certificate["lemmas"]["gap"] <= 1
+        assert 0 < certificate["lemmas"]["noise"] <= 1
+        assert "shuffled" in " ".join(certificate["bounds"]["sharper"]["outside"])
 
     def test_certificate_is_an_estimate_if_rounds_are_missing(self, tmp_path):
-        found = certified(
+        certificate = certified(
             tmp_path / "run", fleet="1x1.0", policy="full", **{**SOFTMAX, "keep_rounds": [0, 12]}
         )
-        assert found["kind"] == "estimate"
-        assert found["replayed"] == [0, 12]
-        assert "2 of 25 rounds" in found["notes"][0]
+        assert certificate["kind"] == "estimate"
+        assert certificate["replayed"] == [0, 12]
+        assert "2 of 25 rounds" in certificate["notes"][0]
 
 
 THREE = {
@@ -157,16 +161,16 @@ class TestThreeParameters:
 
     def test_certified_union_of_two_clients_converges(self, tmp_path):
         parts = self.parts()
-        found = certified(tmp_path / "run", parts, **THREE)
+        certificate = certified(tmp_path / "run", parts, **THREE)
         before = fc.run(fc.Experiment(**{**THREE, "rounds": 1, "keep_rounds": ()}), **parts)
         after = fc.load(tmp_path / "run", **parts).state.params["head.weight"]
         assert after[0, 1] == before.state.params["head.weight"][0, 1]  # theta_2: nobody's
-        assert (found["coverage"]["gamma"], found["coverage"]["gamma_union"]) == (0, 1)
-        assert found["coverage"]["never_trained"] == 1
-        bound = found["bounds"]["reshuffled"]
+        assert (certificate["coverage"]["gamma"], certificate["coverage"]["gamma_union"]) == (0, 1)
+        assert certificate["coverage"]["never_trained"] == 1
+        bound = certificate["bounds"]["reshuffled"]
         assert bound["genuine"]
         assert bound["left"] <= bound["value"]
-        first, last = found["left"]["by_round"]["0"], found["last"]
+        first, last = certificate["left"]["by_round"]["0"], certificate["last"]
         assert last["gradient"] < 0.2 * first["whole"]
         assert last["above"] <= last["best_round_above_at_most"]
 
@@ -201,36 +205,36 @@ def test_theorem_r_on_random_softmax_problems(seed, share, momentum, batch_size,
     chosen = [Masks({"head.weight": torch.rand(3, 12, generator=draw) < 0.6}) for _ in range(3)]
     weights = torch.cat([state.params["head.weight"], state.params["head.bias"][:, None]], 1)
     rows = [global_loss.rows(client).x for client in range(5)]
-    known = convex_constants(
+    constant = convex_constants(
         rows, weights, bias=True, decay=decay, batch_size=batch_size, decay_contracts=momentum == 0
     )
     steps = LocalSteps(2 * -(-7 // batch_size), momentum)
-    lr = share / (known.smoothness * steps.total)
+    lr = share / (constant.smoothness * steps.total)
     setup = replace(setup, policy=as_policy(lambda view: chosen), lr=lambda round: lr)
     everything = {
         name: torch.ones_like(tensor, dtype=torch.bool) for name, tensor in state.params.items()
     }
-    seen = replay_round(setup, state, global_loss, everything, num_probes=2)
+    replay = replay_round(setup, state, global_loss, everything, num_probes=2)
     after, _ = run_round(setup, state)
     constants = Constants(
-        smoothness=known.smoothness,
-        batch_smoothness=known.batch_smoothness,
+        smoothness=constant.smoothness,
+        batch_smoothness=constant.batch_smoothness,
         gradient=0.0,
-        step_gradient=max(path.step_gradient for path in seen.paths),
+        step_gradient=max(path.step_gradient for path in replay.paths),
         variance=0.0,
-        start=seen.value,
+        start=replay.value,
         least=global_loss.evaluate(after.params).value,
         steps=steps,
         rounds=1,
         lr_sum=lr,
     )
-    bound = BOUNDS["reshuffled"](constants, [seen.quantities])
+    bound = BOUNDS["reshuffled"](constants, [replay.quantities])
     assert bound.left <= bound.value * (1 + 1e-9)
-    assert all(path.batch_secant <= known.batch_smoothness for path in seen.paths)
-    assert all(path.secant <= known.smoothness for path in seen.paths)
-    assert constants.step_gradient <= known.gradient
-    assert seen.dissimilarity <= known.dissimilarity
-    assert max(path.split_error for path in seen.paths) < 1e-12
+    assert all(path.batch_secant <= constant.batch_smoothness for path in replay.paths)
+    assert all(path.secant <= constant.smoothness for path in replay.paths)
+    assert constants.step_gradient <= constant.gradient
+    assert replay.dissimilarity <= constant.dissimilarity
+    assert max(path.split_error for path in replay.paths) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -252,16 +256,18 @@ def test_certificate_of_every_model(name, tmp_path):
         "calibration": 20,
     }
     fc.run(fc.Experiment(**fields), tmp_path / "run")
-    found = fc.certify(tmp_path / "run", steps=2, clients=4)
-    assert found["replayed"] == [1]
-    assert found["kind"] == "estimate"  # one round of two, and nothing is proved about networks
-    assert found["lemmas"]["split_error"] < 1e-5
-    assert found["lemmas"]["gap"] <= 1
-    assert all(known["value"] >= 0 for known in found["constants"].values())
+    certificate = fc.certify(tmp_path / "run", steps=2, clients=4)
+    assert certificate["replayed"] == [1]
+    assert (
+        certificate["kind"] == "estimate"
+    )  # one round of two, and nothing is proved about networks
+    assert certificate["lemmas"]["split_error"] < 1e-5
+    assert certificate["lemmas"]["gap"] <= 1
+    assert all(constant["value"] >= 0 for constant in certificate["constants"].values())
 
 
 def test_certificate_names_violated_assumptions(tmp_path):
-    found = certified(
+    certificate = certified(
         tmp_path / "run",
         dataset="synthetic(samples=7)",
         model="mlp(hidden=[4], dropout=0.1)",
@@ -280,7 +286,7 @@ def test_certificate_names_violated_assumptions(tmp_path):
         batch_size=3,
         keep_rounds=[0, 2],
     )
-    said = " ".join(found["bounds"]["printed_one"]["outside"])
+    output = " ".join(certificate["bounds"]["printed_one"]["outside"])
     for words in (
         "recipe prox, clipping",
         "server momentum",
@@ -289,11 +295,11 @@ def test_certificate_names_violated_assumptions(tmp_path):
         "schedule cosine",
         "shuffled",
     ):
-        assert words in said
+        assert words in output
     assert "capacity belongs to the device" in " ".join(
-        found["bounds"]["partial_participation"]["outside"]
+        certificate["bounds"]["partial_participation"]["outside"]
     )
-    sharper = found["bounds"]["sharper"]
+    sharper = certificate["bounds"]["sharper"]
     assert not sharper["applies"]
     assert sharper["vacuous"]
     assert sharper["conditions"][0]["violated"] > 1
@@ -351,16 +357,20 @@ class TestRoundsWithoutAnswers:
     """
 
     def test_empty_rounds_do_not_divide_a_bound(self, tmp_path):
-        found = certified(tmp_path / "run", **{**SPARSE, "schedule": "cosine"})
+        certificate = certified(tmp_path / "run", **{**SPARSE, "schedule": "cosine"})
         run = fc.load(tmp_path / "run")
         trained = [line["round"] for line in run.metrics if line["train_loss"] is not None]
-        assert found["replayed"] == trained
+        assert certificate["replayed"] == trained
         assert 0 < len(trained) < 20
-        fell = found["constants"]["F_0"]["value"] - found["constants"]["F_least"]["value"]
-        walked = found["local_steps"] * sum(run.setup.lr(round) for round in trained)
-        assert found["bounds"]["reshuffled"]["terms"]["start"] == pytest.approx(2 * fell / walked)
-        printed = found["bounds"]["printed_one"]["conditions"][1]["allowed"]
-        assert printed == pytest.approx(1 / (found["local_steps"] * len(trained) ** 0.5))
+        fell = (
+            certificate["constants"]["F_0"]["value"] - certificate["constants"]["F_least"]["value"]
+        )
+        walked = certificate["local_steps"] * sum(run.setup.lr(round) for round in trained)
+        assert certificate["bounds"]["reshuffled"]["terms"]["start"] == pytest.approx(
+            2 * fell / walked
+        )
+        printed = certificate["bounds"]["printed_one"]["conditions"][1]["allowed"]
+        assert printed == pytest.approx(1 / (certificate["local_steps"] * len(trained) ** 0.5))
 
     def test_bound_with_empty_rounds_stays_above_the_measurement(self, tmp_path):
         """Equal data and one client a round: if the empty rounds counted, the bound would be below
@@ -380,30 +390,33 @@ class TestRoundsWithoutAnswers:
             "drop_out": 0.9,
         }
         wide = {"rounds": 60, "keep_rounds": range(60), "checkpoint_every": 60}
-        found = certified(tmp_path / "run", parts, **{**SPARSE, **fields, **wide})
+        certificate = certified(tmp_path / "run", parts, **{**SPARSE, **fields, **wide})
         assert all(
             bound["left"] <= bound["value"]
-            for bound in found["bounds"].values()
+            for bound in certificate["bounds"].values()
             if bound["applies"]
         )
-        assert found["bounds"]["sharper"]["applies"]
+        assert certificate["bounds"]["sharper"]["applies"]
 
     def test_empty_rounds_are_not_missing(self, tmp_path):
-        found = certified(tmp_path / "run", **SPARSE)
-        assert found["kind"] == "certificate"
-        assert found["constants"]["G_step"]["kind"] == "exact"
-        assert "keep all" not in " ".join(found["notes"])
-        assert f"in {20 - len(found['replayed'])} of 20 rounds nobody trained" in " ".join(
-            found["notes"]
+        certificate = certified(tmp_path / "run", **SPARSE)
+        assert certificate["kind"] == "certificate"
+        assert certificate["constants"]["G_step"]["kind"] == "exact"
+        assert "keep all" not in " ".join(certificate["notes"])
+        assert f"in {20 - len(certificate['replayed'])} of 20 rounds nobody trained" in " ".join(
+            certificate["notes"]
         )
 
     def test_rounds_not_kept_are_missing_only_if_a_client_trained(self, tmp_path):
-        found = certified(tmp_path / "run", **{**SPARSE, "keep_rounds": range(15)})
+        certificate = certified(tmp_path / "run", **{**SPARSE, "keep_rounds": range(15)})
         lines = fc.load(tmp_path / "run").metrics
         trained = [line["round"] for line in lines if line["train_loss"] is not None]
-        assert found["kind"] == "estimate"
-        assert found["replayed"] == [round for round in trained if round < 15]
-        assert f"means over {len(found['replayed'])} of {len(trained)} rounds" in found["notes"][0]
+        assert certificate["kind"] == "estimate"
+        assert certificate["replayed"] == [round for round in trained if round < 15]
+        assert (
+            f"means over {len(certificate['replayed'])} of {len(trained)} rounds"
+            in certificate["notes"][0]
+        )
 
 
 class TestThoseWhoDidNotAnswer:
@@ -416,10 +429,13 @@ class TestThoseWhoDidNotAnswer:
             return list(ENGINES["sequential"](task, state, work[: max(0, 6 - state.round)], lr))
 
         fields = {**SOFTMAX, "rounds": 8, "keep_rounds": range(8), "checkpoint_every": 8}
-        found = certified(tmp_path / "run", None, {"engine": lossy}, **fields)
-        assert found["replayed"] == [0, 1, 2, 3, 4, 5]
-        assert found["coverage"]["gamma"] == 1
-        assert found["bounds"]["reshuffled"]["left"] <= found["bounds"]["reshuffled"]["value"]
+        certificate = certified(tmp_path / "run", None, {"engine": lossy}, **fields)
+        assert certificate["replayed"] == [0, 1, 2, 3, 4, 5]
+        assert certificate["coverage"]["gamma"] == 1
+        assert (
+            certificate["bounds"]["reshuffled"]["left"]
+            <= certificate["bounds"]["reshuffled"]["value"]
+        )
 
     def test_certify_refuses_a_run_without_answers(self, tmp_path):
         fields = {**SOFTMAX, "rounds": 2, "keep_rounds": range(2)}
@@ -428,11 +444,11 @@ class TestThoseWhoDidNotAnswer:
 
 
 def test_theorem_r_gives_no_bound_for_clipped_runs(tmp_path):
-    found = certified(
+    certificate = certified(
         tmp_path / "run", **{**SOFTMAX, "rounds": 2, "keep_rounds": range(2), "clip_updates": 1e-3}
     )
-    assert found["last"]["above"] > 0
-    assert found["last"]["best_round_above_at_most"] is None
+    assert certificate["last"]["above"] > 0
+    assert certificate["last"]["best_round_above_at_most"] is None
 
 
 DRAWN = {**BRIEF, "active": 2, "lr": 0.02}
@@ -451,21 +467,21 @@ class TestWhoseMasksTheyAre:
         def mine(view):
             return [windows(view.groups, 0.5 if client.id % 2 else 1.0) for client in view.cohort]
 
-        found = certified(tmp_path / "run", {"policy": mine}, **DRAWN)
-        assert self.said(found) == "a policy of your own may give masks by who a client is"
-        assert not found["bounds"]["partial_participation"]["genuine"]
-        assert found["bounds"]["reshuffled"]["genuine"]  # it holds for any masks
+        certificate = certified(tmp_path / "run", {"policy": mine}, **DRAWN)
+        assert self.said(certificate) == "a policy of your own may give masks by who a client is"
+        assert not certificate["bounds"]["partial_participation"]["genuine"]
+        assert certificate["bounds"]["reshuffled"]["genuine"]  # it holds for any masks
 
     @pytest.mark.parametrize(
         "policy", [POLICIES["prefix"], partial(POLICIES["rolling"], spread=True)]
     )
     def test_table_policy_given_in_python_is_recognised(self, policy, tmp_path):
-        found = certified(tmp_path / "run", {"policy": policy}, **DRAWN)
-        assert found["bounds"]["partial_participation"]["genuine"]
+        certificate = certified(tmp_path / "run", {"policy": policy}, **DRAWN)
+        assert certificate["bounds"]["partial_participation"]["genuine"]
 
     def test_table_policy_is_called_by_its_name(self, tmp_path):
-        found = certified(tmp_path / "run", {"policy": POLICIES["exclude"]}, **DRAWN)
-        assert self.said(found) == "policy exclude may give masks by who a client is"
+        certificate = certified(tmp_path / "run", {"policy": POLICIES["exclude"]}, **DRAWN)
+        assert self.said(certificate) == "policy exclude may give masks by who a client is"
 
 
 def test_certify_without_kept_rounds_names_keep_rounds(tmp_path):
@@ -517,8 +533,8 @@ def test_global_loss_is_the_mean_over_clients():
     assert full.value == pytest.approx(float(loss.detach()))
     assert squared_norm(full.gradient[name] - p.grad for name, p in params.items()) < 1e-20
     client_gradients = global_loss.loss_and_gradient(state.params, global_loss.rows(3))[1]
-    kept = full.client_gradients[3]
-    assert squared_norm(kept[name] - g for name, g in client_gradients.items()) < 1e-20
+    gradients = full.client_gradients[3]
+    assert squared_norm(gradients[name] - g for name, g in client_gradients.items()) < 1e-20
     each = [
         global_loss.loss_and_gradient(state.params, global_loss.rows(client))[1]
         for client in range(setup.experiment.clients)
@@ -542,8 +558,8 @@ def test_curvature_is_the_largest_eigenvalue_of_the_hessian():
     sizes = (weight.numel(), bias.numel())
     hessian = torch.cat([torch.cat([b.reshape(n, m) for b, m in zip(row, sizes, strict=True)], 1)
                          for row, n in zip(blocks, sizes, strict=True)])  # fmt: skip
-    wanted = float(torch.linalg.eigvalsh(hessian)[-1]) + 0.3
-    assert global_loss.curvature(state.params, 0) == pytest.approx(wanted, rel=0.02)
+    expected = float(torch.linalg.eigvalsh(hessian)[-1]) + 0.3
+    assert global_loss.curvature(state.params, 0) == pytest.approx(expected, rel=0.02)
 
 
 def test_curvature_of_attention_is_finite():
@@ -554,7 +570,7 @@ def test_curvature_of_attention_is_finite():
 def test_minimiser_bounds_enclose_the_optimum():
     root = torch.randn(4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     hessian = root @ root.T + 0.1 * torch.eye(4, dtype=torch.float64)
-    found = minimise(
+    result = minimise(
         lambda x: (float(x @ hessian @ x / 2 + x.sum()), hessian @ x + 1),
         torch.zeros(4).double(),
         0.1,
@@ -566,4 +582,4 @@ def test_minimiser_bounds_enclose_the_optimum():
         )
         / 2
     )
-    assert found.least <= exact <= found.value
+    assert result.least <= exact <= result.value

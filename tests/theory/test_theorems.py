@@ -38,8 +38,10 @@ def judged(name, problem):
     full = torch.stack(
         [gradient_at(problem, n, problem.theta_P) for n in range(len(problem.mask_NP))]
     ).mean(0)
-    known = constants(problem, float(F(problem.theta_P)), float(F(after_SP).mean()), gradients)
-    return BOUNDS[name](known, [masks_say(problem, full)])
+    problem_constants = constants(
+        problem, float(F(problem.theta_P)), float(F(after_SP).mean()), gradients
+    )
+    return BOUNDS[name](problem_constants, [masks_say(problem, full)])
 
 
 def holds(bound):
@@ -103,7 +105,7 @@ def test_partial_participation_bound_holds(seed, share):
     zeta_P = (each - full).square().mean(0)
     gamma_P = seats.mask_NP.sum(0)
     expected_P = zeta_P / gamma_P.clamp_min(1) * (count - gamma_P) / max(1, count - 1)
-    known = replace(
+    problem_constants = replace(
         largest[0],
         smoothness=everybody.smoothness,
         start=float(F(everybody.theta_P)),
@@ -112,7 +114,7 @@ def test_partial_participation_bound_holds(seed, share):
         variance=max(k.variance for k in largest),
     )
     facts = replace(masks_say(seats, full), spread=float(expected_P[seats.covered].sum()))
-    holds(BOUNDS["partial_participation"](known, [facts]))
+    holds(BOUNDS["partial_participation"](problem_constants, [facts]))
 
 
 @settings(max_examples=300)
@@ -161,7 +163,7 @@ def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weight
     problem = replace(base, lr=lr)
     offset = float((pulled - full)[base.covered].square().sum())
     facts = replace(masks_say(problem, full), offset=offset)
-    known = Constants(
+    problem_constants = Constants(
         smoothness=length,
         batch_smoothness=float(torch.linalg.matrix_norm(hessian_NTPP, 2).max()),
         gradient=0.0,
@@ -173,7 +175,7 @@ def test_theorem_r_holds_surely_for_any_batches_in_any_order(seed, share, weight
         rounds=1,
         lr_sum=lr,
     )
-    holds(BOUNDS["reshuffled"](known, [facts]))
+    holds(BOUNDS["reshuffled"](problem_constants, [facts]))
 
 
 class TestTheConstantsAreNeeded:
@@ -327,9 +329,10 @@ class TestTheFormulas:
         """MNIST: learning rate 0.01, five epochs of 60 steps, 100 rounds; T counts steps, not
         epochs.
         """
-        known = replace(KNOWN, smoothness=1.0, steps=LocalSteps(300))
+        problem_constants = replace(KNOWN, smoothness=1.0, steps=LocalSteps(300))
         one, two = (
-            BOUNDS[name](known, [facts()]).conditions for name in ("printed_one", "printed_two")
+            BOUNDS[name](problem_constants, [facts()]).conditions
+            for name in ("printed_one", "printed_two")
         )
         assert [round(c.factor, 1) for c in (*one, two[1])] == [18.0, 30.0, 1.7]
 

@@ -74,7 +74,7 @@ def plan_report(
     units = planned_coverage(view, kind, PlanTarget(gamma, tolerate))
     policy = partial(plan_reductions, kind=kind, gamma=gamma, tolerate=tolerate)
     reductions = policy(view)
-    chosen = measure_policy(policy, view, rounds)
+    plan_coverage = measure_policy(policy, view, rounds)
     upper_bound, limiting_tensor = coverage_upper_bound(view.params, reductions)
     exact = kind == "pruning" or is_exact(view.groups)
     frontier = exact_frontier(view, kind) if exact else achieved_frontier(view, rounds)
@@ -89,11 +89,11 @@ def plan_report(
         "tolerate": tolerate,
         "gamma_max": frontier[-1]["gamma"] if exact else upper_bound,
         "frontier": frontier,
-        "chosen": {**chosen.line(), "units": units},
-        "policies": {"planned": chosen.line(), **_baseline_coverage(view, kind, rounds)},
+        "chosen": {**plan_coverage.line(), "units": units},
+        "policies": {"planned": plan_coverage.line(), **_baseline_coverage(view, kind, rounds)},
         "upper_bound": upper_bound,
         "limited_by": limiting_tensor,
-        "distance": upper_bound - chosen.gamma,
+        "distance": upper_bound - plan_coverage.gamma,
         "rounds_to_cover": rounds_to_cover(policy, view, rounds, tolerate + 1),
         "copies": num_copies(replace(view, rounds=rounds)) if replicates else 1,
         "assignment": _assignment_rows(view, reductions),

@@ -45,14 +45,14 @@ def count_and_noise(view: View, parts: Sequence[Reduction]) -> tuple[Params, lis
     if len(slices) < len(parts):
         return coverage.count(view.params, parts), coverage.delta2(view.params, parts)
     squares = energy_on_cut_axes(view.groups, view.params)
-    counts, kept_N = count_and_energy(view.groups, squares, slices)
+    counts, energy_N = count_and_energy(view.groups, squares, slices)
     total = coverage.energy(view.params)
-    return counts, [_lost_share(float(kept), total) for kept in kept_N]
+    return counts, [_lost_share(float(energy), total) for energy in energy_N]
 
 
-def _lost_share(kept: float, total: float) -> float:
+def _lost_share(energy: float, total: float) -> float:
     """Return the share that is cut, with rounding errors set to zero."""
-    share = 1 - kept / total if total else 0.0
+    share = 1 - energy / total if total else 0.0
     return share if share > 1e-9 else 0.0
 
 

@@ -51,7 +51,7 @@ def show_log() -> Iterator[None]:
 
 
 @contextmanager
-def show_progress(title: str, rounds: int, done: int = 0) -> Iterator[RoundCallback]:
+def show_progress(title: str, rounds: int, rounds_done: int = 0) -> Iterator[RoundCallback]:
     """Show each finished round on the error stream.
 
     On a terminal this is a progress bar; in a file or pipe it is one line per round.
@@ -67,7 +67,7 @@ def show_progress(title: str, rounds: int, done: int = 0) -> Iterator[RoundCallb
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=errors) as bar:
-        task = bar.add_task(title, total=rounds, completed=done, metrics="")
+        task = bar.add_task(title, total=rounds, completed=rounds_done, metrics="")
         latest_metrics: dict[str, Any] = {}  # a round without evaluation keeps the last accuracy
 
         def show(report: RoundReport) -> None:
@@ -86,11 +86,11 @@ def _progress_lines(title: str, rounds: int) -> RoundCallback:
         if start is None:
             start = now - sum(report.metrics["seconds"].values()), report.round
         start_time, first_round = start
-        done = report.round + 1
-        seconds_per_round = (now - start_time) / (done - first_round)
-        time_left = timedelta(seconds=round(seconds_per_round * (rounds - done)))
+        rounds_done = report.round + 1
+        seconds_per_round = (now - start_time) / (rounds_done - first_round)
+        time_left = timedelta(seconds=round(seconds_per_round * (rounds - rounds_done)))
         metrics = _metrics_text(report.metrics)
-        line = f"{title}  round {done}/{rounds}  {metrics}  {time_left} left"
+        line = f"{title}  round {rounds_done}/{rounds}  {metrics}  {time_left} left"
         print(line, file=sys.stderr, flush=True)
 
     return show

@@ -104,16 +104,16 @@ def _show_assignment(report: dict[str, Any]) -> None:
 
 
 def _show_chosen_plan(report: dict[str, Any], window: int, tolerate: int) -> None:
-    chosen = report["chosen"]
+    plan_line = report["chosen"]
     print(
-        f"chosen: coverage {chosen['gamma']} in a round (at most {report['upper_bound']}"
-        f" is possible: {report['limited_by']}), noise {chosen['noise']:.4g}"
+        f"chosen: coverage {plan_line['gamma']} in a round (at most {report['upper_bound']}"
+        f" is possible: {report['limited_by']}), noise {plan_line['noise']:.4g}"
     )
     if not report["exact"]:
         rounds = report["rounds_to_cover"]
         when = f"after {rounds} rounds" if rounds else f"not within {window} rounds"
         print(
-            f"units are held {chosen['units']} times per round;"
+            f"units are held {plan_line['units']} times per round;"
             f" {tolerate + 1} clients have had every parameter {when}"
         )
     if report["copies"] > 1:

@@ -90,14 +90,14 @@ def descendants(pids: Collection[int]) -> set[int]:
     children: dict[int, list[int]] = {}
     for pid, parent in _parents().items():
         children.setdefault(parent, []).append(pid)
-    found: set[int] = set()
+    all_descendants: set[int] = set()
     to_visit = list(pids)
     while to_visit:
         parent = to_visit.pop()
-        new_children = [pid for pid in children.get(parent, []) if pid not in found]
-        found.update(new_children)
+        new_children = [pid for pid in children.get(parent, []) if pid not in all_descendants]
+        all_descendants.update(new_children)
         to_visit += new_children
-    return found
+    return all_descendants
 
 
 def _parents() -> dict[int, int]:

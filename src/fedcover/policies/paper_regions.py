@@ -65,10 +65,14 @@ def region_reductions(
         quarters = {
             name: quarter_by_magnitude(view.params[name]) for name in prunable_weights(view)
         }
-        reduction_of = {kept: _keep_quarters(quarters, kept) for kept in set(regions_by_slot)}
+        reduction_of = {
+            regions: _keep_quarters(quarters, regions) for regions in set(regions_by_slot)
+        }
     else:
-        reduction_of = {kept: _keep_units(view.groups, kept) for kept in set(regions_by_slot)}
-    return [reduction_of[kept] for kept in regions_by_slot]
+        reduction_of = {
+            regions: _keep_units(view.groups, regions) for regions in set(regions_by_slot)
+        }
+    return [reduction_of[regions] for regions in regions_by_slot]
 
 
 def regions_of_digit(digit: str, p5: str = "code") -> tuple[int, ...]:
@@ -88,7 +92,8 @@ def region_coverage(codename: str, p5: str = "code") -> dict[str, int]:
     """
     regions_by_slot = [regions_of_digit(digit, p5) for digit in codename]
     return {
-        f"S{region}": sum(region in kept for kept in regions_by_slot) for region in (1, 2, 3, 4)
+        f"S{region}": sum(region in regions for regions in regions_by_slot)
+        for region in (1, 2, 3, 4)
     }
 
 
@@ -118,20 +123,20 @@ def quarter_by_magnitude(weight: Tensor) -> Tensor:
     return rank_by_magnitude(weight) * 4 // weight.numel() + 1
 
 
-def _keep_quarters(quarters: dict[str, Tensor], kept: tuple[int, ...]) -> Masks:
+def _keep_quarters(quarters: dict[str, Tensor], regions: tuple[int, ...]) -> Masks:
     bits: dict[str, Tensor] = {}
     for name, quarter in quarters.items():
-        bits[name] = torch.isin(quarter, torch.tensor(kept, device=quarter.device))
+        bits[name] = torch.isin(quarter, torch.tensor(regions, device=quarter.device))
     return Masks(bits)
 
 
-def _keep_units(groups: tuple[UnitGroup, ...], kept: tuple[int, ...]) -> Slices:
-    return Slices(groups, {group.name: _units_in_quarters(group, kept) for group in groups})
+def _keep_units(groups: tuple[UnitGroup, ...], regions: tuple[int, ...]) -> Slices:
+    return Slices(groups, {group.name: _units_in_quarters(group, regions) for group in groups})
 
 
-def _units_in_quarters(group: UnitGroup, kept: tuple[int, ...]) -> Tensor:
+def _units_in_quarters(group: UnitGroup, regions: tuple[int, ...]) -> Tensor:
     """Return the units in the kept quarters of a group, at least one."""
-    quarters = [torch.arange((r - 1) * group.size // 4, r * group.size // 4) for r in kept]
+    quarters = [torch.arange((r - 1) * group.size // 4, r * group.size // 4) for r in regions]
     if any(len(quarter) for quarter in quarters):
         units = torch.cat(quarters)
     else:  # quarters of a group of fewer than four units can be empty

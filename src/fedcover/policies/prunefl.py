@@ -92,16 +92,16 @@ def last_answered_round(measured: Mapping[str, Params]) -> int | None:
     return round(max(float(tensor.max()) for tensor in measured["trained_in"].values())) - 1
 
 
-def reconfigure(view: View, kept: Params, settings: Reconfiguration) -> Params:
+def reconfigure(view: View, masks: Params, settings: Reconfiguration) -> Params:
     """Return a new mask: keep the certain weights and add candidates greedily.
 
     Candidates are added by gain per time, until one does not exceed the ratio of all kept so far.
     """
-    measured = view.measured["squared_gradient"]
+    squared_gradients = view.measured["squared_gradient"]
     certain = torch.cat(
-        [_certain_weights(view.params[name], kept[name], settings.share) for name in view.prunable]
+        [_certain_weights(view.params[name], masks[name], settings.share) for name in view.prunable]
     )
-    gains = torch.cat([measured[name].double().flatten() for name in view.prunable])
+    gains = torch.cat([squared_gradients[name].double().flatten() for name in view.prunable])
     times = torch.cat([_time_per_weight(view, name, settings.traffic) for name in view.prunable])
     ratios = gains / times
     num_candidates = int((~certain).sum())
@@ -110,7 +110,9 @@ def reconfigure(view: View, kept: Params, settings: Reconfiguration) -> Params:
 
     # the ratio of everything that is kept before each candidate joins, overhead included
     never_pruned = sum(
-        float(squares.sum()) for name, squares in measured.items() if name not in view.prunable
+        float(squares.sum())
+        for name, squares in squared_gradients.items()
+        if name not in view.prunable
     )
     gain_before = never_pruned + gains[certain].sum() + gains[candidates].cumsum(0)
     gain_before = gain_before - gains[candidates]
@@ -120,20 +122,20 @@ def reconfigure(view: View, kept: Params, settings: Reconfiguration) -> Params:
     worthwhile = exceeds.long().cumprod(0).bool()  # stop at the first that does not exceed it
 
     num_free = max(0, settings.budget - int(certain.sum()))
-    added = candidates[worthwhile][:num_free]
-    chosen = certain.clone().index_fill_(0, added, True)
-    layers = torch.split(chosen, [view.params[name].numel() for name in view.prunable])
+    new_weights = candidates[worthwhile][:num_free]
+    new_mask = certain.clone().index_fill_(0, new_weights, True)
+    layers = torch.split(new_mask, [view.params[name].numel() for name in view.prunable])
     return {
         name: layer.view_as(view.params[name])
         for name, layer in zip(view.prunable, layers, strict=True)
     }
 
 
-def _certain_weights(weight: Tensor, kept: Tensor, share: float) -> Tensor:
+def _certain_weights(weight: Tensor, mask: Tensor, share: float) -> Tensor:
     """Return a flat mask of the kept weights without the smallest `share` of them."""
-    num_kept = int(kept.sum())
+    num_kept = int(mask.sum())
     num_certain = num_kept - int(num_kept * share)
-    magnitudes = torch.where(kept, weight.abs(), -1.0).flatten()
+    magnitudes = torch.where(mask, weight.abs(), -1.0).flatten()
     order = magnitudes.argsort(descending=True, stable=True)
     return torch.zeros_like(order, dtype=torch.bool).index_fill_(0, order[:num_certain], True)
 

@@ -120,8 +120,8 @@ def _copy_size(view: View, group: UnitGroup) -> int:
 
 def _units_of_copy(view: View, client: Client, copy: int) -> Slices:
     share = width(view, client.capacity)
-    kept: dict[str, Tensor] = {}
+    units_by_group: dict[str, Tensor] = {}
     for group in view.groups:
         start = copy * _copy_size(view, group)
-        kept[group.name] = start + torch.arange(num_units_kept(group.size, share))
-    return Slices(view.groups, kept)
+        units_by_group[group.name] = start + torch.arange(num_units_kept(group.size, share))
+    return Slices(view.groups, units_by_group)

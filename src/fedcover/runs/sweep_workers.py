@@ -90,9 +90,9 @@ def run_share(share: Mapping[str, Any], report: Report) -> None:
     runs = None if share["runs"] is None else Path(share["runs"])
     machine = Machine(**share["machine"])
 
-    def watch(experiment: Experiment, done: RoundReport) -> None:
+    def watch(experiment: Experiment, round_report: RoundReport) -> None:
         index = index_by_experiment[id(experiment)]
-        report({"round": [index, done.round, done.metrics]})
+        report({"round": [index, round_report.round, round_report.metrics]})
 
     for run in run_in_lockstep(experiments, runs, machine, share["data"], watch):
         index = index_by_experiment[id(run.experiment)]

@@ -254,6 +254,6 @@ def describe_value(value: object) -> str:
 
 def _first_names(names: Iterable[str]) -> str:
     """List the first three names."""
-    listed = list(names)
-    shown = ", ".join(repr(name) for name in listed[:3])
-    return f"{shown}, ..." if len(listed) > 3 else shown
+    all_names = list(names)
+    first_names = ", ".join(repr(name) for name in all_names[:3])
+    return f"{first_names}, ..." if len(all_names) > 3 else first_names

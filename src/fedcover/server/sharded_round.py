@@ -206,9 +206,9 @@ def _gather_values(rule: Rule, process_group: ProcessGroup) -> Rule:
     """Collect the values of all updates in every process."""
 
     def gathered(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
-        listed = list(parts)
+        all_parts = list(parts)
         local_values = {
-            index: values for index, (_, values, _) in enumerate(listed) if not is_remote(values)
+            index: values for index, (_, values, _) in enumerate(all_parts) if not is_remote(values)
         }
         answers = process_group.all_gather(
             lambda: {index: to_device(values, "cpu") for index, values in local_values.items()}
@@ -217,7 +217,7 @@ def _gather_values(rule: Rule, process_group: ProcessGroup) -> Rule:
         device = device_of(old)
         complete = [
             (reduction, to_device(values_by_index[index], device), weight)
-            for index, (reduction, _, weight) in enumerate(listed)
+            for index, (reduction, _, weight) in enumerate(all_parts)
         ]
         return rule(old, complete)
 

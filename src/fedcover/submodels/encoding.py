@@ -82,18 +82,18 @@ def decode(
 
 
 def _decode_windows(body: bytes, groups: tuple[UnitGroup, ...]) -> Slices:
-    kept = {}
+    units_by_group = {}
     for group, (first, length) in zip(groups, struct.iter_unpack("<II", body), strict=True):
-        kept[group.name] = _window_units(first, length, group.size)
-    return Slices(groups, kept)
+        units_by_group[group.name] = _window_units(first, length, group.size)
+    return Slices(groups, units_by_group)
 
 
 def _decode_units(body: bytes, groups: tuple[UnitGroup, ...]) -> Slices:
     bits_of_groups = _unpack_bits(body, [(group.size,) for group in groups])
-    kept = {}
+    units_by_group = {}
     for group, bits in zip(groups, bits_of_groups, strict=True):
-        kept[group.name] = _kept_units(bits)
-    return Slices(groups, kept)
+        units_by_group[group.name] = _kept_units(bits)
+    return Slices(groups, units_by_group)
 
 
 def _decode_masks(body: bytes, prunable: Mapping[str, Tensor]) -> Masks:

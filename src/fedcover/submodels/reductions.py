@@ -73,12 +73,12 @@ def window_slices(
     >>> window_slices(g, 0.5, {"hidden": 3}).kept["hidden"].tolist()
     [0, 3]
     """
-    kept = {}
+    units_by_group = {}
     for group in groups:
         first = 0 if start is None or group.nested else start.get(group.name, 0)
         num_units = num_units_kept(group.size, share)
-        kept[group.name] = circular_range(first % group.size, num_units, group.size)
-    return Slices(groups, kept)
+        units_by_group[group.name] = circular_range(first % group.size, num_units, group.size)
+    return Slices(groups, units_by_group)
 
 
 def circular_range(first: int, length: int, size: int) -> Tensor:
@@ -116,15 +116,15 @@ def random_slices(groups: tuple[UnitGroup, ...], share: float, key: int) -> Slic
     """
     if not 0 <= key < 2**64:
         raise InvalidValue(f"key must be in 0..2**64 - 1; got {key}")
-    kept = {}
+    units_by_group = {}
     for group in groups:
         num_units = num_units_kept(group.size, share)
         if group.nested:
-            kept[group.name] = torch.arange(num_units)
+            units_by_group[group.name] = torch.arange(num_units)
         else:
             order = torch.randperm(group.size, generator=generator(key, "units", group.name))
-            kept[group.name] = order[:num_units].sort().values
-    return Slices(groups, kept, draw=(share, key))
+            units_by_group[group.name] = order[:num_units].sort().values
+    return Slices(groups, units_by_group, draw=(share, key))
 
 
 windows = window_slices

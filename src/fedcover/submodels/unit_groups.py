@@ -90,23 +90,23 @@ def _group_from_fields(fields: dict[str, Any]) -> UnitGroup:
 def check_groups(groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
     """Raise `InvalidValue` for groups that do not fit the tensors or claim a slice twice."""
     occurrences = Counter(group.name for group in groups)
-    claimed: dict[tuple[str, int], Tensor] = {}
+    claims: dict[tuple[str, int], Tensor] = {}
     for group in groups:
         if group.size < 1:
             raise InvalidValue(f"group {group.name!r}: size must be at least 1; got {group.size}")
         if occurrences[group.name] > 1:
             raise InvalidValue(f"group {group.name!r}: another group has the same name")
         for cut in (*group.cuts, *group.buffers):
-            _check_cut(group, cut, tensors, claimed)
+            _check_cut(group, cut, tensors, claims)
 
 
 def _check_cut(
     group: UnitGroup,
     cut: Cut,
     tensors: Mapping[str, Tensor],
-    claimed: dict[tuple[str, int], Tensor],
+    claims: dict[tuple[str, int], Tensor],
 ) -> None:
-    """Check one cut, and mark its positions in `claimed`, a mask per tensor and axis."""
+    """Check one cut, and mark its positions in `claims`, a mask per tensor and axis."""
     where = f"group {group.name!r}, cut of {cut.tensor!r}"
     if cut.tensor not in tensors:
         raise InvalidValue(f"{where}: the model has no such tensor")
@@ -123,7 +123,7 @@ def _check_cut(
         raise InvalidValue(
             f"{where}: units end at {end} but axis {cut.axis} has length {axis_length}"
         )
-    is_claimed = claimed.setdefault(
+    is_claimed = claims.setdefault(
         (cut.tensor, cut.axis), torch.zeros(axis_length, dtype=torch.bool)
     )
     if is_claimed[cut.start : end].any():

@@ -13,17 +13,18 @@ from tests.helpers.report_pages import report
 
 def labels(*folders):
     return {
-        made.label: len(made.runs) for made in group_runs([read_run(folder) for folder in folders])
+        group.label: len(group.runs)
+        for group in group_runs([read_run(folder) for folder in folders])
     }
 
 
 def test_runs_that_differ_only_in_the_seed_are_one_group(tmp_path):
-    made = [
+    runs = [
         made_up_run(tmp_path / f"{p}-{s}", policy=p, seed=s)
         for p in ("prefix", "rolling")
         for s in (0, 1, 2)
     ]
-    data = report(tmp_path, *made)
+    data = report(tmp_path, *runs)
     assert [(g["label"], g["runs"], g["settings"]) for g in data["groups"]] == [
         ("prefix", [0, 1, 2], {"policy": "prefix"}),
         ("rolling", [3, 4, 5], {"policy": "rolling"}),
@@ -81,9 +82,9 @@ def test_runs_and_values_are_sorted_naturally(tmp_path):
 
 def test_runs_with_python_parts_are_grouped_by_name_and_seed(tmp_path):
     def custom(folder, **fields):
-        made = made_up_run(tmp_path / folder, **fields)
-        (made / "manifest.json").write_text(json.dumps({"custom": ["policy"]}))
-        return made
+        run = made_up_run(tmp_path / folder, **fields)
+        (run / "manifest.json").write_text(json.dumps({"custom": ["policy"]}))
+        return run
 
     assert labels(custom("a", name="mine"), custom("b", name="mine", seed=1)) == {"mine": 2}
     assert labels(custom("c", name="mine"), custom("d", name="mine")).keys() == {

@@ -65,9 +65,11 @@ def colours(name):
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 @pytest.mark.parametrize("eyes", BLIND)
 def test_line_colours_differ_for_colour_blind_readers(theme, eyes):
-    seen = [lab(np.clip(BLIND[eyes] @ linear(colours(f"c{n}")[theme]), 0, 1)) for n in range(8)]
+    colours_seen = [
+        lab(np.clip(BLIND[eyes] @ linear(colours(f"c{n}")[theme]), 0, 1)) for n in range(8)
+    ]
     assert (
-        min(np.linalg.norm(a - b) for a, b in combinations(seen, 2)) > 20
+        min(np.linalg.norm(a - b) for a, b in combinations(colours_seen, 2)) > 20
     )  # two or three is just noticeable
 
 

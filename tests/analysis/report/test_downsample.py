@@ -13,20 +13,20 @@ from tests.helpers.report_pages import data_of, report
 
 
 def test_page_of_fifty_long_runs_is_under_three_megabytes(tmp_path):
-    made = []
+    runs = []
     for number in range(50):
         folder = tmp_path / f"run{number}"
         if number < 2:
             by_round = {str(n): {"trained": n / 7, "whole": n / 3, "F": n / 9} for n in range(200)}
-            made.append(
+            runs.append(
                 made_up_run(folder, rounds=200, lr=0.001 + number, layers=4, noisy=number == 0)
             )
             (folder / "certificate.json").write_text(
                 json.dumps({"kind": "estimate", "by_round": by_round})
             )
         else:
-            made.append(clone(made[number % 2], folder, number))
-    path = fc.report(made, tmp_path / "report.html")
+            runs.append(clone(runs[number % 2], folder, number))
+    path = fc.report(runs, tmp_path / "report.html")
     assert path.stat().st_size < 3_000_000
     data = data_of(path)
     assert len(data["groups"]) == 50

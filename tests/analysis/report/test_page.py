@@ -129,11 +129,11 @@ class Tags(HTMLParser):
 def test_text_of_a_run_never_becomes_markup(tmp_path):
     folder = attacked(tmp_path / "evil")
     path = fc.report(folder, tmp_path / "report.html", title=ATTACK)
-    seen = Tags()
-    seen.feed(path.read_text())
-    assert seen.found.count("script") == 2
-    assert "img" not in seen.found
-    assert not any(name.startswith("on") or name == "src" for name, _ in seen.attributes)
+    tags = Tags()
+    tags.feed(path.read_text())
+    assert tags.found.count("script") == 2
+    assert "img" not in tags.found
+    assert not any(name.startswith("on") or name == "src" for name, _ in tags.attributes)
     assert data_of(path)["title"] == ATTACK
     assert data_of(path)["runs"][0]["name"] == ATTACK
 

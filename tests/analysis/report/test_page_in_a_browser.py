@@ -416,7 +416,7 @@ def test_phone_shows_accuracy_and_a_scroll_hint(phone, compared):
     cells = """const box = document.querySelector('#runs ~ .card');
       return [...box.querySelectorAll('tbody td:nth-child(2)')].map(e =>
         [e.textContent, e.getBoundingClientRect().right <= box.getBoundingClientRect().right])"""
-    assert [("%" in text, seen) for text, seen in phone.run(cells)].count(
+    assert [("%" in text, shortened) for text, shortened in phone.run(cells)].count(
         (True, True)
     ) == 4  # one has none yet
     hint = (
@@ -480,11 +480,11 @@ def test_seeds_without_rounds_are_left_out_of_means(browser, tmp_path):
 
 
 def test_plots_of_fifty_groups_and_a_thousand_rounds_are_drawn(browser, tmp_path):
-    made = [
+    runs = [
         made_up_run(tmp_path / f"r{n}", rounds=1000 if n == 0 else 20, lr=0.01 + n, layers=1)
         for n in range(50)
     ]
-    browser.open(fc.report(made, tmp_path / "report.html"))
+    browser.open(fc.report(runs, tmp_path / "report.html"))
     assert curves(browser) == 50
     assert browser.run("return document.body.textContent.includes('Long runs are thinned')")
     assert browser.complaints() == []

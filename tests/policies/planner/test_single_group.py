@@ -51,28 +51,28 @@ def brute_force(energies, clients, sums):
 
 def check(energies, budgets, sums):
     expected = brute_force(energies, len(budgets), sums)
-    found = frontier(energies, budgets)
-    np.testing.assert_allclose(found, expected, atol=1e-12)
+    points = frontier(energies, budgets)
+    np.testing.assert_allclose(points, expected, atol=1e-12)
     for gamma in range(len(expected)):
-        made = plan(energies, budgets, gamma=gamma)
-        assert made.sum(1).tolist() == list(budgets)
-        assert made.sum(0).min() >= gamma
-        noise = (~made @ np.asarray(energies, dtype=float)).sum() / (sum(energies) or 1)
+        plan_at_gamma = plan(energies, budgets, gamma=gamma)
+        assert plan_at_gamma.sum(1).tolist() == list(budgets)
+        assert plan_at_gamma.sum(0).min() >= gamma
+        noise = (~plan_at_gamma @ np.asarray(energies, dtype=float)).sum() / (sum(energies) or 1)
         assert noise == pytest.approx(expected[gamma], abs=1e-12)
 
 
 @pytest.mark.parametrize("units", range(1, 7))
 def test_plan_equals_brute_force_for_every_small_fleet(units):
     random = np.random.default_rng(units)
-    seen = 0
+    num_points = 0
     for budgets, sums in fleets(units, 5):
         check(
             (random.choice([0.0, 1.0, random.random()], units) * random.integers(1, 3)).tolist(),
             budgets,
             sums,
         )
-        seen += 1
-    assert seen == comb(units + 6, 5) - 1, "all of them, up to the order of clients"
+        num_points += 1
+    assert num_points == comb(units + 6, 5) - 1, "all of them, up to the order of clients"
 
 
 small = st.integers(1, 6).flatmap(
@@ -123,8 +123,8 @@ def test_frontier_points_have_plans(case, turn):
         assert matrix.sum(1).tolist() == runs.row_sums().tolist() == budgets
         assert int(runs.lengths_R.sum()) == len(energies)
         assert sorted(runs.order_U.tolist()) == list(range(len(energies)))
-        lost = (~matrix).double() @ group.energies_U
-        assert float(lost.sum()) / (sum(energies) or 1) == pytest.approx(noise, abs=1e-9)
+        lost_energy = (~matrix).double() @ group.energies_U
+        assert float(lost_energy.sum()) / (sum(energies) or 1) == pytest.approx(noise, abs=1e-9)
         sums = matrix.sum(0)
         own = [int(sums[row].min()) if row.any() else 0 for row in matrix]
         inverse = allocation.inverse_coverage()
@@ -138,8 +138,10 @@ def test_pruned_energy_is_the_mean_over_all_rotations():
         allocation.assign_units(group.order, i / allocation.num_shared + 1e-9)
         for i in range(allocation.num_shared)
     ]
-    lost = torch.stack([(~runs.matrix()).double() @ group.energies_U for runs in turns]).mean(0)
-    np.testing.assert_allclose(allocation.pruned_energy(group.tail_energy), lost.numpy())
+    lost_energy = torch.stack(
+        [(~runs.matrix()).double() @ group.energies_U for runs in turns]
+    ).mean(0)
+    np.testing.assert_allclose(allocation.pruned_energy(group.tail_energy), lost_energy.numpy())
 
 
 @pytest.mark.parametrize(
@@ -167,9 +169,9 @@ class TestTheObjective:
         values = []
         for gamma in range(1, group.gamma_max + 1):
             matrix = group.allocation(gamma).assign_units(group.order).matrix()
-            lost = ((~matrix).double() @ group.energies_U / group.energies_U.sum()).numpy()
+            lost_share = ((~matrix).double() @ group.energies_U / group.energies_U.sum()).numpy()
             own = np.array([int(matrix.sum(0)[row].min()) for row in matrix])
-            values.append((bound.variance / own**2 + (bound.drift + lost) / own).sum())
+            values.append((bound.variance / own**2 + (bound.drift + lost_share) / own).sum())
         chosen = best_gamma([group], float(group.energies_U.sum()), bound)
         assert values[chosen - 1] == pytest.approx(min(values))
 

@@ -109,10 +109,10 @@ class TestManners:
         module, example = zoo("gpt")
         module.eval()
         before, hooks = copy.deepcopy(module), len(module._forward_hooks)
-        state, kept = torch.get_rng_state(), example.clone()
+        state, units = torch.get_rng_state(), example.clone()
         trace(module, example)
         assert torch.equal(torch.get_rng_state(), state)
-        assert torch.equal(example, kept)
+        assert torch.equal(example, units)
         assert all(
             torch.equal(tensor, before.state_dict()[key])
             for key, tensor in module.state_dict().items()
@@ -216,11 +216,11 @@ def test_random_networks_are_cut(seed):
     example = torch.randn(4, 6, generator=draw)
     groups = trace(module, example)
     assert groups
-    kept = {
+    units = {
         g.name: torch.randperm(g.size, generator=draw)[: max(1, g.size // 2)].sort().values
         for g in groups
     }
-    assert submodel(module, Slices(groups, kept), {})(example).shape == (4, 3)
+    assert submodel(module, Slices(groups, units), {})(example).shape == (4, 3)
 
 
 class Chain(nn.Module):

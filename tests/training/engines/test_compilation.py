@@ -82,14 +82,14 @@ print(runs[0].summary["loss"] == runs[1].summary["loss"])
 """
     without = {"CXX": "no-such-compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
     command = [sys.executable, "-c", program]
-    done = subprocess.run(
+    process = subprocess.run(
         command, env={**os.environ, **without}, capture_output=True, text=True, check=False
     )
-    assert done.stdout == "True\n", done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("engine:")]
+    assert process.stdout == "True\n", process.stderr
+    (lines,) = [line for line in process.stderr.splitlines() if line.startswith("engine:")]
     assert re.fullmatch(
         r"engine: the step cannot be compiled \(\w+\), so clients are trained one after another",
-        said,
+        lines,
     )
 
 

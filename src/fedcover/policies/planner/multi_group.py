@@ -137,11 +137,11 @@ def phase_shifts(cycle: int, num_colours: int) -> tuple[tuple[int, ...], ...]:
 
     candidates = [(0, *rest) for rest in product(range(cycle), repeat=num_colours - 1)]
     missing = set().union(*map(positions, candidates))
-    chosen = []
+    best_shifts = []
     while missing:
-        chosen.append(max(candidates, key=lambda shifts: len(missing & positions(shifts))))
-        missing -= positions(chosen[-1])
-    return tuple(chosen)
+        best_shifts.append(max(candidates, key=lambda shifts: len(missing & positions(shifts))))
+        missing -= positions(best_shifts[-1])
+    return tuple(best_shifts)
 
 
 def _equal_steps_suffice(cycle: int, num_colours: int) -> bool:

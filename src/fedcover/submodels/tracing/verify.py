@@ -87,21 +87,23 @@ def verify_groups(
     inputs = tuple(map(_to_double, example))
     case = VerificationCase(float64_module, inputs, values, groups, record)
     for draw in range(max(DRAWS, len(groups).bit_length())):
-        kept = {
+        units_by_group = {
             group.name: _random_units(group.size, draw, complement=bool(i >> draw & 1))
             for i, group in enumerate(groups)
         }
-        difference = _difference(case, kept)
+        difference = _difference(case, units_by_group)
         if difference is not None:
-            _raise_mismatch(case, kept, difference)
+            _raise_mismatch(case, units_by_group, difference)
 
 
-def _raise_mismatch(case: VerificationCase, kept: dict[str, Tensor], difference: str) -> None:
+def _raise_mismatch(
+    case: VerificationCase, units_by_group: dict[str, Tensor], difference: str
+) -> None:
     """Raise an error for the first group that is wrong by itself, or for all groups together."""
     for group in case.groups:
-        kept_alone = {other.name: torch.arange(other.size) for other in case.groups}
-        kept_alone[group.name] = kept[group.name]
-        difference_alone = _difference(case, kept_alone)
+        units_alone = {other.name: torch.arange(other.size) for other in case.groups}
+        units_alone[group.name] = units_by_group[group.name]
+        difference_alone = _difference(case, units_alone)
         if difference_alone is not None:
             raise _mismatch_error([group.name], difference_alone)
     raise _mismatch_error([group.name for group in case.groups], difference)
@@ -150,9 +152,9 @@ def _random_weights(module: nn.Module) -> Params:
     return values
 
 
-def _difference(case: VerificationCase, kept: dict[str, Tensor]) -> str | None:
+def _difference(case: VerificationCase, units_by_group: dict[str, Tensor]) -> str | None:
     """Describe where the sliced and the masked model differ; return None if they agree."""
-    slices = Slices(case.groups, kept)
+    slices = Slices(case.groups, units_by_group)
     try:
         sliced_model = submodel(case.module, slices, case.values)
     except InvalidValue as error:

@@ -85,8 +85,8 @@ def local_steps(run: ReplayedRun) -> str | None:
         f"augment {experiment.augment}" if experiment.augment != "none" else "",
         "clipping" if experiment.clip is not None else "",
     ]
-    listed = ", ".join(change for change in changes if change)
-    return f"local steps are not plain SGD on F_n: {listed}" if listed else None
+    description = ", ".join(change for change in changes if change)
+    return f"local steps are not plain SGD on F_n: {description}" if description else None
 
 
 def precision(run: ReplayedRun) -> str | None:
@@ -94,8 +94,8 @@ def precision(run: ReplayedRun) -> str | None:
     lower = [name for name in run.precisions if name != "fp32"]
     if not lower:
         return None
-    listed = " and ".join(lower)
-    return f"local steps were computed in {listed}: not along gradients of F_n in float32"
+    description = " and ".join(lower)
+    return f"local steps were computed in {description}: not along gradients of F_n in float32"
 
 
 def server(run: ReplayedRun) -> str | None:
@@ -107,8 +107,8 @@ def server(run: ReplayedRun) -> str | None:
         f"clip_updates {experiment.clip_updates:g}" if experiment.clip_updates is not None else "",
         f"privacy {experiment.privacy}" if run.setup.privacy is not None else "",
     ]
-    listed = ", ".join(change for change in changes if change)
-    return f"the server does more than average: {listed}" if listed else None
+    description = ", ".join(change for change in changes if change)
+    return f"the server does more than average: {description}" if description else None
 
 
 def norms(run: ReplayedRun) -> str | None:

@@ -181,9 +181,11 @@ def _check_same_cohort(setup: Setup, line: Mapping[str, Any], round: int) -> Non
 def _kept_files(folder: Folder, rounds_done: int) -> list[checkpoints.CheckpointFile]:
     """Return the kept states in which a round began, in order."""
     files = checkpoints.list_checkpoints(folder.kept)
-    kept = sorted((file for file in files if file.round < rounds_done), key=lambda file: file.round)
-    if kept:
-        return kept
+    files_in_order = sorted(
+        (file for file in files if file.round < rounds_done), key=lambda file: file.round
+    )
+    if files_in_order:
+        return files_in_order
     total = folder.experiment.rounds
     example = list(range(0, total, max(1, total // 10)))
     raise RunError(
