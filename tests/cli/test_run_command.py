@@ -181,7 +181,7 @@ def test_resume_reports_a_damaged_checkpoint_and_names_force(fedcover, tmp_path)
     assert code == 0
     assert json.loads(out)["rounds"] == 2
     assert f"checkpoints/{newest.name} is damaged" in err.splitlines()[0]
-    assert err.splitlines()[0].endswith("going on from the older checkpoint of round 1")
+    assert err.splitlines()[0].endswith("continuing from the older checkpoint of round 1")
     refused(
         fedcover("resume", "runs/run", "--threads", 2), 1, "would change threads 1 to 2, .*--force"
     )

@@ -73,7 +73,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_older_one_used(stopped, whol
     messages = []
     fc.resume(stopped, complain=messages.append)
     assert f"checkpoint {newest} is damaged" in messages[0]
-    assert "going on from the older checkpoint of round 2" in messages[0]
+    assert "continuing from the older checkpoint of round 2" in messages[0]
     assert_same_end(stopped, whole)
 
 
@@ -92,7 +92,7 @@ def test_damaged_checkpoint_never_replaces_an_intact_one(tmp_path):
     list_checkpoints(again / "checkpoints")[0].path.write_bytes(b"")
     fc.resume(again, complain=messages.append)
     assert ["round-000004" in messages[0], "round-000006" in messages[1]] == [True, True]
-    assert messages[1].endswith("going on from the older checkpoint of round 3")
+    assert messages[1].endswith("continuing from the older checkpoint of round 3")
     assert_same_end(again, folder)
 
 

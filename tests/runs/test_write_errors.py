@@ -99,7 +99,7 @@ def test_run_folders_that_cannot_be_made_are_refused(tmp_path, whole):
         fc.resume(tmp_path / ("a" * 300))
     with pytest.raises(
         RunError,
-        match=r"holds a run already: go on with 'fedcover resume .*whole', or choose another name",
+        match=r"holds a run already: resume it with 'fedcover resume .*whole', or choose",
     ):
         fc.run(tiny(), whole)
     (whole / "experiment.toml").unlink()  # whose figures are these?

@@ -166,7 +166,8 @@ def test_up_runs_to_the_end_and_removes_its_files(tmp_path):
     refused = up(tmp_path, tmp_path / "mine.toml")
     assert refused.wait(120) == 1
     assert (
-        f"go on with 'fedcover flower up --nodes N {folder}'" in (tmp_path / "log.txt").read_text()
+        f"resume it with 'fedcover flower up --nodes N {folder}'"
+        in (tmp_path / "log.txt").read_text()
     )
     again = up(tmp_path, folder)
     wait_for(lambda: len(descendants([again.pid])) >= 6, "its processes")

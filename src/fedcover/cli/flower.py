@@ -44,6 +44,7 @@ from fedcover.host import scratch
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine, check_device
 from fedcover.runs.metrics_log import count_unanswered, most_common_failure, read_events, summarise
+from fedcover.runs.new_run import check_no_run
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.trust import custom_functions
 
@@ -280,7 +281,7 @@ def _check_folder(folder: Folder, resuming: bool, overwrite: bool) -> None:
         with folder.opened():
             pass
     elif not overwrite:
-        folder.check_no_run()
+        check_no_run(folder)
 
 
 def _check_overwrite(overwrite: bool, resuming: bool) -> None:

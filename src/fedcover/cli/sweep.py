@@ -30,6 +30,7 @@ from fedcover.runs.experiment import Experiment
 from fedcover.runs.launch import torchrun_rank
 from fedcover.runs.lockstep import FinishedRun
 from fedcover.runs.machine import Machine
+from fedcover.runs.new_run import remove_run
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.sweep import expand_choices
 from fedcover.runs.sweep import sweep as run_sweep
@@ -68,7 +69,7 @@ def sweep(
     machine = Machine(device=device, precision=precision, processes=processes)
     if overwrite:
         for config in experiments:
-            Folder(runs / config.name).clear()
+            remove_run(Folder(runs / config.name))
     with resume_hint_when_stopped(lambda: f"stopped; resume with: {this_command()}"):
         finished = _run_all(experiments, runs, machine, data)
     table = [_result(run, runs) for run in finished]

@@ -50,7 +50,7 @@ def report_if_killed(grid: "Grid") -> Iterator[None]:
 
 
 def _write(pipe: IO[bytes], content: bytes) -> None:
-    # without a reporter the run goes on, and Flower notices a kill later
+    # without a reporter the run continues, and Flower notices a kill later
     with suppress(BrokenPipeError):
         pipe.write(content)
 

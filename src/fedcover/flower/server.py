@@ -27,6 +27,7 @@ from fedcover.runs.api import resume, run
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import UNANSWERED, most_common_failure, read_events
+from fedcover.runs.new_run import has_run, remove_run
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.run_result import Run
 from fedcover.runs.setup import build_source
@@ -124,8 +125,8 @@ def serve(grid: Grid, settings: RunConfig, status: StatusFile) -> Run:
 def _clear_for_new_run(folder: Path, *, overwrite: bool) -> None:
     """Remove an earlier run from the folder, or raise if it must not be overwritten."""
     if overwrite:
-        Folder(folder).clear()
-    elif Folder(folder).has_run():
+        remove_run(Folder(folder))
+    elif has_run(Folder(folder)):
         raise RunError(
             f"{folder} already holds a run: resume it (--resume), choose another name, "
             "or replace it (--overwrite)"

@@ -23,6 +23,7 @@ from fedcover.runs.checks import check_data_is_local
 from fedcover.runs.experiment import Experiment, read_experiment
 from fedcover.runs.launch import WorkerJob, launch_workers, limit_processes
 from fedcover.runs.machine import Machine
+from fedcover.runs.new_run import create_run
 from fedcover.runs.released_rounds import all_metrics, warn_of_removable_noise
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.run_result import Run
@@ -90,7 +91,7 @@ def run(
             session = RunSession(experiment, setup, initial_state(setup), [])
             return _run_rounds(job, session, watch)
         new_folder = Folder(Path(folder))
-        with new_folder.created(experiment, machine, overrides, data, overwrite):
+        with create_run(new_folder, experiment, machine, overrides, data, overwrite):
             session = RunSession(experiment, setup, initial_state(setup), [], new_folder)
             new_folder.keep(session.state)
             return _run_rounds(job, session, watch)

@@ -13,8 +13,9 @@ from fedcover.errors import FedcoverError, InvalidValue
 from fedcover.models import MODELS
 from fedcover.models.meta_device import NotBuildableOnMeta, build_on_meta_or_cpu, is_on_meta
 from fedcover.models.norms import with_running_statistics
-from fedcover.runs.checks import check_parameters, dtype_hint
+from fedcover.runs.checks import check_parameters
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.model_trial import dtype_hint
 from fedcover.server.contracts import checked_recipe
 from fedcover.submodels import unit_groups
 from fedcover.submodels.tracing import trace

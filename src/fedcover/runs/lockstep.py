@@ -10,14 +10,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from torch import nn
-
 from fedcover.data import datasets
 from fedcover.errors import InvalidValue, TrainingDiverged
-from fedcover.log import log, warn_once
+from fedcover.log import log
 from fedcover.runs.experiment import Experiment
+from fedcover.runs.joint_training import LockstepRun, engine_in_lockstep, train_cohorts
 from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import Metrics
+from fedcover.runs.new_run import create_run
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.session import RunSession, load_latest
 from fedcover.runs.setup import Overrides, build_setup, prepare_workload
@@ -28,19 +28,8 @@ from fedcover.server.round import (
     initial_state,
     start_round,
 )
-from fedcover.training.engines.batched import train_stacked
-from fedcover.training.engines.client_inputs import ClientJob, JobResult
-from fedcover.training.engines.fingerprint import fingerprint
 from fedcover.training.engines.runners import RunnerCache
-from fedcover.training.engines.streams import MAX_STREAMS, train_on_streams
-from fedcover.training.engines.unsupported import UnsupportedByEngine
-from fedcover.types import Assignment, Dataset, Update
-
-CLIENTS_AT_ONCE = {"cpu": 100, "cuda": 1500}
-"""Clients of all runs that take a step together: enough to keep the device busy."""
-
-LARGE_CLIENTS_AT_ONCE = {"streams": MAX_STREAMS, "batched": 32}
-"""The same on a GPU where steps are large, by engine."""
+from fedcover.types import Dataset, Update
 
 SweepCallback = Callable[[Experiment, RoundReport], None]
 
@@ -100,42 +89,6 @@ def lockstep_key(experiment: Experiment) -> object:
 # ── opening the runs ────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _LockstepRun:
-    """A run of a sweep.
-
-    `machine` is what the run would choose if it were alone, in this process. `small_steps` is
-    whether one client's step is too little work to keep a processor busy.
-    """
-
-    session: RunSession
-    machine: Machine
-    small_steps: bool
-
-    @property
-    def engine(self) -> str:
-        """The engine that is most similar to training in lockstep, for the manifest."""
-        return _engine_in_lockstep(self.machine, self.small_steps)
-
-    @property
-    def max_runs(self) -> int:
-        """How many such runs together keep the device busy."""
-        device = self.machine.device
-        if self.small_steps:
-            max_clients = CLIENTS_AT_ONCE[device.partition(":")[0]]
-        elif device == "cpu":
-            max_clients = 1
-        else:
-            max_clients = LARGE_CLIENTS_AT_ONCE.get(self.machine.engine, 1)
-        return max(1, max_clients // self.session.experiment.active)
-
-
-def _engine_in_lockstep(machine: Machine, small_steps: bool) -> str:
-    if small_steps and (machine.engine, machine.device) != ("sequential", "cpu"):
-        return "batched"
-    return machine.engine
-
-
 @dataclass
 class _RunOpener:
     """Opens runs of a sweep; each data set is loaded and moved to the device once."""
@@ -146,7 +99,7 @@ class _RunOpener:
     runs: Path | None
     folders: ExitStack
 
-    def open_batch(self, waiting: list[Experiment]) -> list[_LockstepRun]:
+    def open_batch(self, waiting: list[Experiment]) -> list[LockstepRun]:
         """Open as many waiting runs as keep the device busy, and remove them from the list."""
         first = self.open_run(waiting.pop(0))
         batch = [first]
@@ -154,7 +107,7 @@ class _RunOpener:
             batch.append(self.open_run(waiting.pop(0)))
         return batch
 
-    def open_run(self, experiment: Experiment) -> _LockstepRun:
+    def open_run(self, experiment: Experiment) -> LockstepRun:
         """Open a run at its beginning, or where its folder ends."""
         overrides = Overrides(dataset=self._shared_dataset(experiment.dataset))
         workload = prepare_workload(
@@ -166,9 +119,9 @@ class _RunOpener:
         small_steps = workload.has_small_steps()
         if self.runs is None:
             session = RunSession(experiment, setup, initial_state(setup), [])
-            return _LockstepRun(session, machine, small_steps)
+            return LockstepRun(session, machine, small_steps)
         folder = Folder(self.runs / experiment.name)
-        recorded_engine = _engine_in_lockstep(machine, small_steps)
+        recorded_engine = engine_in_lockstep(machine, small_steps)
         self._lock(folder, experiment, replace(machine, engine=recorded_engine))
         # other functions must be noticed first: `folder.experiment` would import them
         other_functions = folder.names_other_functions(experiment)
@@ -180,14 +133,15 @@ class _RunOpener:
         state, metrics = load_latest(folder, setup, self.machine.device, log.warning)
         session = RunSession(experiment, setup, state, metrics, folder)
         self.folders.enter_context(session.checkpoint_on_exit())
-        return _LockstepRun(session, machine, small_steps)
+        return LockstepRun(session, machine, small_steps)
 
     def _lock(self, folder: Folder, experiment: Experiment, machine: Machine) -> None:
         """Open the folder of a run, or create it, until `folders` is closed."""
         if (folder.path / "experiment.toml").exists():
             self.folders.enter_context(folder.opened())
         else:
-            self.folders.enter_context(folder.created(experiment, machine, Overrides(), self.data))
+            new_run = create_run(folder, experiment, machine, Overrides(), self.data)
+            self.folders.enter_context(new_run)
 
     def _shared_dataset(self, name: str) -> Dataset | None:
         """Return a named data set on the device; None if every run must make its own."""
@@ -206,7 +160,7 @@ class _RunOpener:
 
 
 def _run_batch(
-    batch: Sequence[_LockstepRun],
+    batch: Sequence[LockstepRun],
     family: object,
     cache: RunnerCache,
     watch: SweepCallback | None,
@@ -222,7 +176,7 @@ def _run_batch(
             start_round(session.setup, session.state, session.cache) for session in sessions
         ]
         start = time.perf_counter()
-        results = _train_cohorts(running, pending_rounds, family, cache)
+        results = train_cohorts(running, pending_rounds, family, cache)
         # they trained together, so each run accounts for an equal share of the time
         seconds = (time.perf_counter() - start) / len(running)
         for run, pending, updates in zip(running, pending_rounds, results, strict=True):
@@ -255,94 +209,6 @@ def _finish_round(
         session.finish()
 
 
-def _finished(run: _LockstepRun) -> FinishedRun:
+def _finished(run: LockstepRun) -> FinishedRun:
     session = run.session
     return FinishedRun(session.experiment, session.metrics, session.diverged, run.engine)
-
-
-# ── training the clients of all runs ────────────────────────────────────────────────────────────
-
-
-def _train_cohorts(
-    runs: Sequence[_LockstepRun],
-    pending_rounds: Sequence[PendingRound],
-    family: object,
-    cache: RunnerCache,
-) -> list[list[Update] | TrainingDiverged]:
-    """Train the clients of all runs, together where possible; return each run's updates."""
-    sessions = [run.session for run in runs]
-    jobs_by_session = [
-        _jobs_of(session, pending, family)
-        for session, pending in zip(sessions, pending_rounds, strict=True)
-    ]
-    all_jobs = [job for jobs in jobs_by_session for job in jobs]
-    try:
-        results, remaining = _train_together(runs[0], all_jobs, cache)
-    except UnsupportedByEngine as reason:
-        warn_once(f"{reason}, so the runs of the sweep are trained one after another")
-        results, remaining = [], all_jobs
-    # jobs are compared by identity: equal jobs of two runs are different jobs
-    result_by_job = {id(job): result for job, result in results}
-    remaining_ids = {id(job) for job in remaining}
-    updates_by_session: list[list[Update] | TrainingDiverged] = []
-    for session, jobs in zip(sessions, jobs_by_session, strict=True):
-        done = [result_by_job[id(job)] for job in jobs if id(job) in result_by_job]
-        remaining_jobs = [job for job in jobs if id(job) in remaining_ids]
-        updates_by_session.append(_complete_cohort(session, done, remaining_jobs))
-    return updates_by_session
-
-
-def _jobs_of(session: RunSession, pending: PendingRound, family: object) -> list[ClientJob]:
-    """Return what the clients of one run have to train in a round."""
-    task, state = session.setup.task, session.state
-    lr = session.setup.lr(state.round)
-    job_family = (family, _module_kind(task.model.module))
-    return [
-        ClientJob(Assignment(task, state, client, reduction), lr, job_family)
-        for client, reduction in pending.work
-    ]
-
-
-def _complete_cohort(
-    session: RunSession, results: list[Update | TrainingDiverged], jobs: Sequence[ClientJob]
-) -> list[Update] | TrainingDiverged:
-    """Train the remaining clients of a run with its own engine; return all of its updates.
-
-    If a client has diverged, return the first such error instead.
-    """
-    setup, state = session.setup, session.state
-    work = [(job.assignment.client, job.assignment.reduction) for job in jobs]
-    updates: list[Update] = []
-    for result in results:
-        if isinstance(result, TrainingDiverged):
-            return result
-        updates.append(result)
-    try:
-        updates.extend(setup.engine(setup.task, state, work, setup.lr(state.round)))
-    except TrainingDiverged as error:
-        return error
-    return updates
-
-
-def _module_kind(module: nn.Module) -> object:
-    """Return what modules must have in common, besides shapes, to share a compiled step."""
-    try:
-        return fingerprint(module)
-    except UnsupportedByEngine:  # its steps cannot be compiled, so there is nothing to share
-        return id(module)
-
-
-def _train_together(
-    first: _LockstepRun, jobs: Sequence[ClientJob], cache: RunnerCache
-) -> tuple[list[JobResult], Sequence[ClientJob]]:
-    """Train the clients of several runs together; return results and the jobs not done.
-
-    Small steps are stacked. On a GPU, larger ones are computed as the first run's engine does. On a
-    CPU, only compiled stacks pay.
-    """
-    machine, small = first.machine, first.small_steps
-    if machine.device == "cpu" and not (small and machine.engine == "batched"):
-        return [], jobs
-    if small or machine.engine == "batched":
-        return train_stacked(jobs, cache, machine.precision)
-    return list(train_on_streams(jobs, cache, machine.precision)), []

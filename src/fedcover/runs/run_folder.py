@@ -3,21 +3,19 @@
 import contextlib
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedcover.errors import InvalidValue, RunError, TrainingDiverged
+from fedcover.errors import InvalidValue, RunError
 from fedcover.host import disk, locks
 from fedcover.host.disk import write_atomically
 from fedcover.runs import checkpoints, metrics_log, trust
 from fedcover.runs.experiment import MAX_INT, Experiment
 from fedcover.runs.machine import Machine
 from fedcover.runs.manifest import (
-    build_manifest,
     describe_changes,
     machine_fields,
     machine_to_resume,
@@ -29,12 +27,10 @@ from fedcover.runs.setup import Overrides
 from fedcover.runs.toml_fields import parse_fields
 from fedcover.types import State
 
-_FILES = ("summary.json", "metrics.jsonl", "events.jsonl", "manifest.json", "experiment.toml")
-
 
 @dataclass(frozen=True)
 class Folder:
-    """A run folder; use `created` or `opened` (both lock it), or `read`."""
+    """A run folder; use `opened` (which locks it) or `read`; `new_run` creates one."""
 
     path: Path
     trusted: bool = False
@@ -90,59 +86,10 @@ class Folder:
         return read_manifest(self.path / "manifest.json")
 
     @contextlib.contextmanager
-    def created(
-        self,
-        experiment: Experiment,
-        machine: Machine,
-        overrides: Overrides,
-        data: str | Path | None,
-        overwrite: bool = False,
-    ) -> Iterator["Folder"]:
-        """Create and lock the folder of a new run; replace an existing run only if asked to.
-
-        A folder without a finished round holds no run. If this run is rejected or diverges
-        before its first round ends, the folder is removed, except for what was there before.
-        """
-        if not overwrite:
-            self.check_no_run()
-        try:
-            before = None  # there is no folder yet
-            if os.path.isdir(self.path):
-                before = set(os.listdir(self.path)) - {*_FILES}
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunError(f"cannot create the run folder {self.path}: {error.strerror}") from error
-        with self._locked():
-            if not overwrite:
-                self.check_no_run()  # another process may have been faster
-            self._clear()
-            manifest = build_manifest(experiment, machine, overrides, data)
-            write_atomically(self.path / "manifest.json", _to_json(manifest))
-            write_atomically(self.path / "experiment.toml", experiment.to_toml().encode())
-            try:
-                yield self
-            except (InvalidValue, TrainingDiverged):
-                if not os.path.exists(self.path / "metrics.jsonl"):
-                    self._remove_new_files(before)
-                raise
-
-    def _remove_new_files(self, before: set[str] | None) -> None:
-        """Remove what was not in the folder before, or the whole folder if it is new."""
-        if before is None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            return
-        for name in set(os.listdir(self.path)) - before:
-            path = self.path / name
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
     def opened(self) -> Iterator["Folder"]:
         """Lock the folder of an existing run, to resume it."""
         self.read()
-        with self._locked():
+        with self.locked():
             yield self
 
     def read(self) -> "Folder":
@@ -152,54 +99,9 @@ class Folder:
             raise RunError(f"{self.path} is no run folder: it has no experiment.toml")
         return self
 
-    def check_no_run(self) -> None:
-        """Raise if the folder already holds a run."""
-        if self.has_run():
-            raise RunError(
-                f"{self.path} holds a run already: go on with {self.resume_hint()}, or choose "
-                "another name (--set name=...), or lose it by --overwrite"
-            )
-        if os.path.isdir(self.path) and self._keeps_trained_states():
-            raise RunError(
-                f"{self.kept} holds models of another run: choose another name (--set name=...)"
-            )
-
-    def has_run(self) -> bool:
-        """Return whether a round was finished here; otherwise there is nothing to lose."""
-        # unlike Path.is_dir, os.path.isdir is False for a path of any kind
-        if not os.path.isdir(self.path):
-            return False
-        for path in (self.path / "metrics.jsonl", self.path / "summary.json"):
-            if os.path.lexists(path) and path.lstat().st_size > 0:
-                return True
-        return bool(checkpoints.list_checkpoints(self.checkpoints))
-
-    def _keeps_trained_states(self) -> bool:
-        """Return whether a state is kept that was trained for at least one round."""
-        return any(file.round for file in checkpoints.list_checkpoints(self.kept))
-
-    def clear(self) -> None:
-        """Remove the run unless a process is using it; other files in the folder stay."""
-        if os.path.isdir(self.path):
-            with self._locked():
-                self._clear()
-
-    def _clear(self) -> None:
-        described = os.path.isfile(self.path / "experiment.toml")
-        released = self.has_run() or self._keeps_trained_states()
-        if described and released and Folder(self.path).fields.get("privacy", "none") != "none":
-            raise RunError(
-                f"{self.path} holds a private run, and what it has released counts whether it is "
-                "here or not: choose another name (--set name=...), and add the epsilon of both"
-            )
-        for states in (self.checkpoints, self.kept):
-            for file in checkpoints.list_checkpoints(states):
-                file.path.unlink(missing_ok=True)
-        for name in _FILES:
-            (self.path / name).unlink(missing_ok=True)
-
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Lock the folder for a `with` block, and remove what a process left half-written."""
         with locks.lock_folder(self.path):
             for folder in (self.checkpoints, self.kept):
                 disk.check_not_linked(folder)
@@ -227,7 +129,7 @@ class Folder:
         # replaces the cached property of a frozen dataclass
         self.__dict__["manifest"] = {**self.manifest, "resumed": resumed}
         with self.explain_write_errors(self.path / "manifest.json") as path:
-            write_atomically(path, _to_json(self.manifest))
+            write_atomically(path, to_json(self.manifest))
 
     def check_same_machine(self, machine: Machine) -> None:
         """Raise if a sweep on this machine would give other results than the run so far."""
@@ -249,7 +151,7 @@ class Folder:
         changes = describe_changes(self.latest_manifest, machine)
         if changes and not force:
             raise RunError(
-                f"going on with {self.path} would change {', '.join(changes)}, so it would not "
+                f"resuming {self.path} would change {', '.join(changes)}, so it would not "
                 "end like an uninterrupted run; use --force to accept that"
             )
         return machine
@@ -307,7 +209,7 @@ class Folder:
     def finish(self, metrics: Metrics) -> None:
         """Write summary.json."""
         with self.explain_write_errors(self.path / "summary.json") as path:
-            write_atomically(path, _to_json(metrics_log.summarise(metrics)))
+            write_atomically(path, to_json(metrics_log.summarise(metrics)))
 
     @contextlib.contextmanager
     def explain_write_errors(self, path: Path) -> Iterator[Path]:
@@ -344,5 +246,6 @@ class Folder:
         return " --trust" if functions and trust.all_trusted(functions) else ""
 
 
-def _to_json(value: dict[str, Any]) -> bytes:
+def to_json(value: dict[str, Any]) -> bytes:
+    """Return a value as it is written to a file of the run."""
     return (json.dumps(value, indent=2) + "\n").encode()

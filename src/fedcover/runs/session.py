@@ -249,7 +249,7 @@ def _load_newest_state(
         released_rounds.check_resumable(folder, state)
         released_rounds.finish_last_round(folder, state)
     for path, damage in damages.items():
-        complain(f"{damage}; going on from the older checkpoint of round {state.round}")
+        complain(f"{damage}; continuing from the older checkpoint of round {state.round}")
         checkpoints.set_aside(path)
     return state
 

@@ -18,7 +18,6 @@ from fedcover.models.meta_device import is_on_meta
 from fedcover.policies import as_policy, policy_from_spec
 from fedcover.runs.checks import (
     check_dataset,
-    check_outputs,
     check_privacy,
     check_settings_apply,
     check_trainable,
@@ -34,6 +33,7 @@ from fedcover.runs.components import (
 )
 from fedcover.runs.experiment import MAX_FLOAT, Experiment
 from fedcover.runs.machine import Machine, engine_for
+from fedcover.runs.model_trial import check_outputs
 from fedcover.runs.workload import Workload
 from fedcover.server.contracts import build_rule, checked_server, warn_of_unused_weights
 from fedcover.server.optimizers import SERVERS
