@@ -50,6 +50,7 @@ POSITIONAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "recipe": (),
     "rule": ("old", "parts"),
     "server": (),
+    "average": (),
     "privacy": (),
     "schedule": ("round", "rounds"),
 }

@@ -120,6 +120,9 @@ def export(
     format: Annotated[
         str, Parameter(help="safetensors, or onnx (needs fedcover[onnx]).")
     ] = "safetensors",
+    averaged: Annotated[
+        bool, Parameter(help="Export the averaged model; see the field average.")
+    ] = False,
     data: Data = None,
     trust: Trust = False,
     json: Json = False,
@@ -127,9 +130,10 @@ def export(
     """Export the trained model, or the part of it that fits a device, as one file."""
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    path = output or folder / f"model-{capacity:g}.{format}"
+    suffix = "-averaged" if averaged else ""
+    path = output or folder / f"model-{capacity:g}{suffix}.{format}"
     loaded_run = load(folder, data=data, trust=is_trusted(folder, trust))
-    info = export_part(loaded_run, capacity, path, format)
+    info = export_part(loaded_run, capacity, path, format, averaged=averaged)
     if json:
         return console.show_json(info)
     hint = ""

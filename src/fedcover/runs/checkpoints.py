@@ -21,7 +21,7 @@ _NAME = re.compile(r"round-(\d{6,})\.([0-9a-f]{16})\.safetensors")
 _LEFTOVER = re.compile(r"\.(.+\.(?:safetensors|json|jsonl|toml))\.\d+")
 _WINDOW = re.compile(r"window/\d+")
 
-_KINDS = ("statistics", "measured", "server", "private")
+_KINDS = ("statistics", "measured", "server", "private", "average")
 """Fields of a state that hold several dicts of tensors, by key."""
 
 _KEYED = tuple(f"{kind}/" for kind in ("window", *_KINDS))
@@ -285,6 +285,7 @@ def _state_from_parts(parts: dict[str, Params], round: int) -> State:
         measured=_values_by_key(parts, "measured"),
         server=_values_by_key(parts, "server"),
         private={int(client): values for client, values in private.items()},
+        average=_values_by_key(parts, "average"),
     )
 
 

@@ -22,6 +22,7 @@ from fedcover.policies import POLICIES
 from fedcover.policies.paper_regions import check_codename, codename_capacities
 from fedcover.runs import presets, toml_fields, trust
 from fedcover.server.aggregation import RULES, UNCOVERED, WEIGHTS
+from fedcover.server.averaging import AVERAGES
 from fedcover.server.evaluation import MODES
 from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY, check_clip
@@ -50,12 +51,16 @@ _SPECS: dict[str, Any] = {
     "recipe": RECIPES,
     "rule": RULES,
     "server": SERVERS,
+    "average": AVERAGES,
     "privacy": PRIVACY,
 }
 """Fields that hold a name with options, such as `rolling(spread=true)`, and their tables."""
 
 _NOT_IDENTITY = {"name", "checkpoint_every", "keep_rounds"}
 """Fields that do not change what is computed."""
+
+_ADDED_FIELDS = ("average",)
+"""Fields that earlier versions lack: at its default, such a field is no part of the digest."""
 
 
 class Experiment(BaseModel):
@@ -89,6 +94,7 @@ class Experiment(BaseModel):
         weights: How much a client counts in the aggregation.
         uncovered: What becomes of parameters that no client trained.
         server: Optimiser of the server.
+        average: Mean of the model over rounds, kept beside the model itself.
         clip_updates: Largest norm of a client's update.
         privacy: Mechanism of client-level differential privacy.
         rounds: Number of rounds.
@@ -142,6 +148,7 @@ class Experiment(BaseModel):
     weights: str = "uniform"
     uncovered: str = "keep"
     server: str = "none"
+    average: str = "none"
     clip_updates: float | None = Field(None, gt=0, le=MAX_FLOAT, allow_inf_nan=False)
     privacy: str = "none"
 
@@ -267,7 +274,12 @@ class Experiment(BaseModel):
     @property
     def digest(self) -> str:
         """Sixteen hex digits that two experiments share only if they compute the same."""
-        identity = self.model_dump(mode="json", exclude=_NOT_IDENTITY)
+        defaults = {
+            field
+            for field in _ADDED_FIELDS
+            if getattr(self, field) == Experiment.model_fields[field].default
+        }
+        identity = self.model_dump(mode="json", exclude=_NOT_IDENTITY | defaults)
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
     @property

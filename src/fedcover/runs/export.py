@@ -53,14 +53,25 @@ class _Header(BaseModel):
 # ── writing ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def export(run: Run, capacity: float, path: Path, format: str = "safetensors") -> dict[str, Any]:
+def export(
+    run: Run, capacity: float, path: Path, format: str = "safetensors", *, averaged: bool = False
+) -> dict[str, Any]:
     """Write the trained model, or the part of it that a device of some capacity holds.
 
-    Return what was written, as the command prints it.
+    Args:
+        run: The finished run.
+        capacity: The device's capacity; 1 is the whole model.
+        path: The file to write.
+        format: One of `FORMATS`.
+        averaged: Whether to write the averaged model.
+
+    Returns:
+        What was written, as the command prints it.
     """
     if format not in FORMATS:
         raise unknown("format", format, FORMATS)
-    reduction, module = run.part(capacity), run.submodel(capacity)
+    reduction = run.part(capacity, averaged=averaged)
+    module = run.submodel(capacity, averaged=averaged)
     FORMATS[format](run, reduction, module, path)
     return {
         "path": str(path),

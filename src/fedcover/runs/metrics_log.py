@@ -29,8 +29,22 @@ MEMBERSHIP_EVENTS = ("came", "left")
 _REQUIRED = ("gamma_round", "gamma_window", "bytes_down", "bytes_up")
 _NULL_WITHOUT_ANSWERS = ("delta2_mean", "parameters", "multiply_adds")
 """Metrics that every line has, but that are null in a round without answers."""
-_OPTIONAL = ("accuracy", "loss", "validation_accuracy", "validation_loss", *UNANSWERED)
-_SHARES = ("accuracy", "validation_accuracy")
+AVERAGED = ("accuracy_averaged", "loss_averaged")
+"""Metrics of the averaged model."""
+_SHARES = (
+    "accuracy",
+    "validation_accuracy",
+    "accuracy_averaged",
+    "validation_accuracy_averaged",
+)
+_OPTIONAL = (
+    *_SHARES,
+    "loss",
+    "validation_loss",
+    "loss_averaged",
+    "validation_loss_averaged",
+    *UNANSWERED,
+)
 _CLIENT_METRICS = ("capacity", "delta2", "loss")
 _FINAL_METRICS = (
     "epsilon",
@@ -207,6 +221,9 @@ def summarise(metrics: Metrics) -> dict[str, Any]:
         "bytes_down": sum(line["bytes_down"] for line in metrics),
         "bytes_up": sum(line["bytes_up"] for line in metrics),
     }
+    averaged = [line for line in evaluated if "accuracy_averaged" in line]
+    if averaged:
+        summary |= {name: averaged[-1][name] for name in AVERAGED if name in averaged[-1]}
     summary |= {name: last[name] for name in _FINAL_METRICS if name in last}
     validated = [line for line in evaluated if "validation_accuracy" in line]
     if validated:

@@ -11,6 +11,7 @@ from fedcover.policies.base import fits
 from fedcover.runs import plotting
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.metrics_log import Metrics, summarise
+from fedcover.server.averaging import with_averaged_params
 from fedcover.server.cohort import cohort_of, reduction_for_capacity, view_of
 from fedcover.server.evaluation import FULL_REDUCTION, eval_model
 from fedcover.server.round_setup import Setup
@@ -78,27 +79,39 @@ class Run:
         """
         return int(self.summary["gamma_min"])
 
-    def model(self) -> nn.Module:
+    def model(self, *, averaged: bool = False) -> nn.Module:
         """Return the trained global model, ready to use.
+
+        Args:
+            averaged: Whether to return the mean of the models over rounds; see the field `average`.
 
         Returns:
             A module in evaluation mode.
-        """
-        return eval_model(self.setup.task, self.state, FULL_REDUCTION, 1.0)
 
-    def submodel(self, capacity: float) -> nn.Module:
+        Raises:
+            RunError: If the run has no averaged model.
+        """
+        return eval_model(self.setup.task, self._state(averaged), FULL_REDUCTION, 1.0)
+
+    def submodel(self, capacity: float, *, averaged: bool = False) -> nn.Module:
         """Return the part of the trained model that a device of some capacity holds.
 
         Args:
             capacity: The device's capacity, in (0, 1].
+            averaged: Whether to return a part of the averaged model.
 
         Returns:
             A module in evaluation mode.
 
         Raises:
             InvalidValue: If the capacity is out of range, or the policy has no part for it.
+            RunError: If the run has no averaged model.
         """
-        return eval_model(self.setup.task, self.state, self.part(capacity), capacity)
+        part = self.part(capacity, averaged=averaged)
+        return eval_model(self.setup.task, self._state(averaged), part, capacity)
+
+    def _state(self, averaged: bool) -> State:
+        return with_averaged_params(self.state) if averaged else self.state
 
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the run's curves.
@@ -118,24 +131,27 @@ class Run:
             plotting.save_figure(figure, path)
         return figure
 
-    def part(self, capacity: float) -> Reduction:
+    def part(self, capacity: float, *, averaged: bool = False) -> Reduction:
         """Return the reduction that the policy assigns to a device of some capacity.
 
         Args:
             capacity: The device's capacity, in (0, 1].
+            averaged: Whether the policy sees the weights of the averaged model.
 
         Returns:
             The reduction, which says what of the model such a device holds.
 
         Raises:
             InvalidValue: If the capacity is out of range, or the policy has no part for it.
+            RunError: If the run has no averaged model.
         """
+        state = self._state(averaged)
         if not isinstance(capacity, int | float) or not 0 < capacity <= 1:
             raise InvalidValue(f"capacity must be in (0, 1]; got {capacity!r:.80}")
         if capacity == 1:
             return FULL_REDUCTION
-        reduction = reduction_for_capacity(self.setup, self.state, capacity)
-        view = view_of(self.setup, self.state, cohort_of(self.setup, self.state.round))
+        reduction = reduction_for_capacity(self.setup, state, capacity)
+        view = view_of(self.setup, state, cohort_of(self.setup, state.round))
         if reduction is None or not fits(view, capacity, reduction):
             raise InvalidValue(
                 f"this run trains no part for a device of capacity {capacity:g}: its policy "

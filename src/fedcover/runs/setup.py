@@ -35,7 +35,13 @@ from fedcover.runs.experiment import MAX_FLOAT, Experiment
 from fedcover.runs.machine import Machine, engine_for
 from fedcover.runs.model_trial import check_outputs
 from fedcover.runs.workload import Workload
-from fedcover.server.contracts import build_rule, checked_server, warn_of_unused_weights
+from fedcover.server.averaging import AVERAGES
+from fedcover.server.contracts import (
+    build_rule,
+    checked_average,
+    checked_server,
+    warn_of_unused_weights,
+)
 from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY
 from fedcover.server.round_setup import Setup
@@ -142,6 +148,7 @@ def build_setup(
         engine=_build_engine(machine, overrides),
         rule=build_rule(experiment.rule),
         server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
+        average=checked_average(experiment.average, build("average", experiment.average, AVERAGES)),
         privacy=privacy,
         lr=_learning_rate(experiment),
     )

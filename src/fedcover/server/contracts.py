@@ -18,6 +18,7 @@ from fedcover.errors import InvalidValue, TrainingDiverged
 from fedcover.log import warn_once
 from fedcover.registry import is_import_path
 from fedcover.server.aggregation import RULES, SUMMABLE_RULES, UNWEIGHTED_RULES, WeightedUpdate
+from fedcover.server.averaging import RateSchedule
 from fedcover.server.optimizers import AggregatedTensor, OptimizerState, ServerStep
 from fedcover.tensors import clone
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
@@ -125,6 +126,38 @@ class _CheckedStep:
                 f"{self._subject} must remember {sorted(expected)} of every tensor; "
                 f"got {sorted(map(str, new_memory))}"
             )
+
+
+# ── averages ────────────────────────────────────────────────────────────────────────────────────
+
+
+def checked_average(name: str, schedule: RateSchedule) -> RateSchedule:
+    """Return the schedule of an averaged model, checked if it is user-defined.
+
+    It must return a number in (0, 1], or None.
+    """
+    subject = f"average {name!r}"
+    if not callable(schedule):
+        raise InvalidValue(
+            f"{subject} must make a function of a round and the number of rounds; "
+            f"got {describe_value(schedule)}"
+        )
+    if not is_import_path(name):
+        return schedule
+
+    def checked(round: int, rounds: int) -> float | None:
+        rate = schedule(round, rounds)
+        if rate is None:
+            return None
+        is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+        if not is_number or not 0 < rate <= 1:
+            raise InvalidValue(
+                f"{subject} must return a number in (0, 1], or None; got {describe_value(rate)} "
+                f"for round {round}"
+            )
+        return float(rate)
+
+    return checked
 
 
 # ── recipes ─────────────────────────────────────────────────────────────────────────────────────

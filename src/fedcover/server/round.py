@@ -24,6 +24,7 @@ from fedcover.fleet import drops_out
 from fedcover.models.norms import running, statistics_key
 from fedcover.policies.base import check_reductions, deduplicate
 from fedcover.server.aggregation import WEIGHTS
+from fedcover.server.averaging import update_average
 from fedcover.server.clipping import clip_update
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.optimizers import apply_server_step
@@ -188,16 +189,17 @@ def finish_round(
     # Floating-point sums depend on their order, so never sum in the order of arrival.
     ordered = sorted(updates, key=lambda update: update.client.id)
     with clock("aggregation"):
-        new_state = apply_growth(setup, aggregate(setup, state, ordered), pending.cohort)
+        aggregated = _with_average(setup, aggregate(setup, state, ordered))
+        new_state = apply_growth(setup, aggregated, pending.cohort)
     with clock("evaluation"):
         scores = score_global_model(setup, new_state, cache.global_model)
     # Scores are read below, so that a GPU can evaluate while the CPU measures.
     with clock("measuring"):
         metrics = measure_round(setup, state, new_state, pending.cohort, ordered, cache.accountant)
     with clock("evaluation"):
-        for prefix, score in scores.items():
-            metrics[f"{prefix}accuracy"] = score.accuracy
-            metrics[f"{prefix}loss"] = score.loss
+        for name, score in scores.items():
+            metrics[name.format("accuracy")] = score.accuracy
+            metrics[name.format("loss")] = score.loss
         metrics |= score_other_models(setup, new_state, ordered, cache.global_model)
     metrics |= setup.engine.round_metrics()
     metrics["seconds"] = clock.seconds
@@ -222,6 +224,7 @@ def aggregate(setup: Setup, state: State, updates: Sequence[Update]) -> State:
         measured=_average_measurements(setup, state, updates),
         server=server,
         private=state.private | new_private,
+        average=state.average,
     )
 
 
@@ -230,6 +233,12 @@ def _advance_without_updates(setup: Setup, state: State) -> State:
     no_coverage = cov.count(state.params, [])
     coverage = cov.record(state.coverage, no_coverage, setup.experiment.window)
     return replace(state, round=state.round + 1, coverage=coverage)
+
+
+def _with_average(setup: Setup, state: State) -> State:
+    """Let the new parameters count in the averaged ones."""
+    rate = setup.average(state.round, setup.experiment.rounds)
+    return replace(state, average=update_average(state.average, state.params, rate))
 
 
 def _combine_updates(setup: Setup, old: Params, updates: Sequence[Update]) -> Params:
@@ -301,4 +310,11 @@ def apply_growth(setup: Setup, state: State, cohort: tuple[Client, ...]) -> Stat
         return state
     statistics = {key: transform(tensors) for key, tensors in state.statistics.items()}
     server = {slot: transform(tensors) for slot, tensors in state.server.items()}
-    return replace(state, params=transform(state.params), statistics=statistics, server=server)
+    average = {key: transform(params) for key, params in state.average.items()}
+    return replace(
+        state,
+        params=transform(state.params),
+        statistics=statistics,
+        server=server,
+        average=average,
+    )

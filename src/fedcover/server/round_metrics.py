@@ -5,6 +5,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
+from fedcover.server.averaging import with_averaged_params
 from fedcover.server.clipping import change
 from fedcover.server.cohort import reduction_for_capacity
 from fedcover.server.evaluation import GlobalModel, Score, evaluate, local_accuracy
@@ -101,26 +102,29 @@ def score_global_model(setup: Setup, state: State, global_model: GlobalModel) ->
     """Score the global model on the test and validation samples if an evaluation is due.
 
     Returns:
-        The scores by prefix of their metrics' names: empty for the test samples.
+        The scores by the pattern of their metrics' names, such as `validation_{}` for the
+        validation samples and `{}_averaged` for the averaged model on the test samples.
     """
     is_last_round = state.round == setup.experiment.rounds
     if not is_last_round and state.round % setup.experiment.evaluate_every:
         return {}
     source = setup.task.source
-    samples_by_prefix = {"": source.test}
+    samples_by_pattern = {"{}": source.test}
     if source.validation is not None:
-        samples_by_prefix["validation_"] = source.validation
-    return {
-        prefix: evaluate(
-            setup.task,
-            state,
-            samples,
-            mode=setup.experiment.evaluation,
-            process_group=setup.process_group,
-            global_model=global_model,
-        )
-        for prefix, samples in samples_by_prefix.items()
+        samples_by_pattern["validation_{}"] = source.validation
+    state_by_suffix = {"": state}
+    if state.average:
+        state_by_suffix["_averaged"] = with_averaged_params(state)
+    options: dict[str, Any] = {
+        "mode": setup.experiment.evaluation,
+        "process_group": setup.process_group,
+        "global_model": global_model,
     }
+    scores = {}
+    for suffix, model_state in state_by_suffix.items():
+        for pattern, samples in samples_by_pattern.items():
+            scores[pattern + suffix] = evaluate(setup.task, model_state, samples, **options)
+    return scores
 
 
 def score_other_models(

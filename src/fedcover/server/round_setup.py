@@ -6,6 +6,7 @@ from typing import Protocol
 
 from fedcover.fleet import Fleet
 from fedcover.server.aggregation import summable_coverage_mean
+from fedcover.server.averaging import RateSchedule, average_none
 from fedcover.server.collectives import SINGLE_PROCESS, ProcessGroup
 from fedcover.server.grid_noise import ByteStream, fresh_stream
 from fedcover.server.optimizers import ServerStep
@@ -87,6 +88,7 @@ class Setup:
         privacy: The mechanism of differential privacy.
         mean: Averages norm statistics and measurements.
         process_group: The processes that share the run.
+        average: How much the newest model counts in the averaged one.
         noise: Opens a fresh stream of random bytes for privacy.
     """
 
@@ -103,4 +105,5 @@ class Setup:
     privacy: Gaussian | None = None
     mean: Rule = field(default_factory=summable_coverage_mean)
     process_group: ProcessGroup = SINGLE_PROCESS
+    average: RateSchedule = field(default_factory=average_none)
     noise: Callable[[], ByteStream] = fresh_stream

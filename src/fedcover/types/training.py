@@ -144,6 +144,7 @@ class State:
         measured: What clients measured last, by kind and tensor.
         server: The tensors of the server optimiser.
         private: The tensors that each client keeps, by client.
+        average: The mean of the parameters over rounds; empty if the experiment keeps none.
     """
 
     round: int
@@ -153,6 +154,7 @@ class State:
     measured: dict[str, Params] = field(default_factory=dict)
     server: dict[str, Params] = field(default_factory=dict)
     private: dict[int, Params] = field(default_factory=dict)
+    average: dict[str, Params] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
