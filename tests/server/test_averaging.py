@@ -226,5 +226,7 @@ def test_an_average_of_ones_own_is_named_by_its_path():
         models_and_average(tiny(average="ema(decay=0.5)"))[1],
         1e-6,
     )
-    with pytest.raises(InvalidValue, match=r"must return a number in \(0, 1\], or None; got .* for round 2"):
+    with pytest.raises(
+        InvalidValue, match=r"must return a number in \(0, 1\], or None; got .* for round 2"
+    ):
         fc.run(tiny(average=f"{__name__}:nonsense"), machine=ON_CPU)

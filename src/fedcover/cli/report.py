@@ -25,12 +25,15 @@ HISTORY_COLUMNS = [
     "run",
     "round",
     "accuracy",
+    "accuracy_averaged",
     "loss",
     "train_loss",
     "gamma_round",
     "gamma_window",
     "delta2_mean",
 ]
+OPTIONAL_COLUMNS = {"accuracy_averaged"}
+"""Columns that are shown only if some round has a value."""
 
 
 @app.command
@@ -89,8 +92,13 @@ def history_(
         log.warning("%s", note)
     rows = history.metric_rows(runs_read.records)
     if not (csv or json):
-        cells = [[row.get(column) for column in HISTORY_COLUMNS] for row in rows]
-        console.table("every round", HISTORY_COLUMNS, cells)
+        columns = [
+            column
+            for column in HISTORY_COLUMNS
+            if column not in OPTIONAL_COLUMNS or any(column in row for row in rows)
+        ]
+        cells = [[row.get(column) for column in columns] for row in rows]
+        console.table("every round", columns, cells)
         num_runs = len({row["run"] for row in rows})
         return print(f"rounds: {len(rows)}, runs: {num_runs}")
     text = history.as_csv(rows) if csv else history.as_json(rows) + "\n"

@@ -1,7 +1,7 @@
 """The command that runs many experiments: sweep."""
 
 import json as js
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -78,10 +78,20 @@ def sweep(
         return
     for row in table:
         print(f"{row['folder']:60} {_outcome(row)}")
+    _show_by_setting(finished, table, "accuracy", seeds)
+    if any("accuracy_averaged" in row for row in table):
+        print("of the averaged model:")
+        _show_by_setting(finished, table, "accuracy_averaged", seeds)
+
+
+def _show_by_setting(
+    finished: Sequence[FinishedRun], table: Sequence[Mapping[str, Any]], metric: str, seeds: int
+) -> None:
+    """Show mean and spread of a metric over the seeds of each setting, and the best setting."""
     accuracies: dict[str, list[float | None]] = {}
     for run, row in zip(finished, table, strict=True):
         setting = run.experiment.name.removesuffix(f"-seed-{run.experiment.seed}")
-        accuracy = None if run.diverged else row["accuracy"]
+        accuracy = None if run.diverged else row.get(metric)
         accuracies.setdefault(setting, []).append(accuracy)
     if seeds > 1:
         columns = ["setting", "mean accuracy", "standard deviation", "seeds"]
@@ -109,11 +119,15 @@ def _run_all(
 
 def _result(run: FinishedRun, runs: Path) -> dict[str, Any]:
     evaluated_rounds = [metrics for metrics in run.metrics if "accuracy" in metrics]
-    return {
+    last = evaluated_rounds[-1] if evaluated_rounds else {}
+    result = {
         "folder": str(runs / run.experiment.name),
-        "accuracy": evaluated_rounds[-1]["accuracy"] if evaluated_rounds else None,
+        "accuracy": last.get("accuracy"),
         "diverged": run.diverged or None,
     }
+    if "accuracy_averaged" in last:
+        result["accuracy_averaged"] = last["accuracy_averaged"]
+    return result
 
 
 def _outcome(result: dict[str, Any]) -> str:
@@ -121,7 +135,10 @@ def _outcome(result: dict[str, Any]) -> str:
         return str(result["diverged"])
     if result["accuracy"] is None:
         return "not evaluated"
-    return f"{result['accuracy']:.4f}"
+    outcome = f"{result['accuracy']:.4f}"
+    if "accuracy_averaged" in result:
+        outcome += f"  averaged {result['accuracy_averaged']:.4f}"
+    return outcome
 
 
 def _over_seeds(setting: str, accuracies: list[float | None]) -> list[object]:

@@ -9,7 +9,16 @@ from fedcover.analysis.report.load import MetricsLine, RunRecord
 
 Ends = dict[str, frozenset[int]]
 
-SCORE_METRICS = ("accuracy", "loss", "validation_accuracy", "validation_loss")
+SCORE_METRICS = (
+    "accuracy",
+    "loss",
+    "accuracy_averaged",
+    "loss_averaged",
+    "validation_accuracy",
+    "validation_loss",
+    "validation_accuracy_averaged",
+    "validation_loss_averaged",
+)
 ROUND_METRICS = ("train_loss", "gamma_round", "gamma_window", "delta2_mean")
 BYTES_PER_MEGABYTE = 1e6
 

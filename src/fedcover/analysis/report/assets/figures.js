@@ -7,18 +7,28 @@ const COSTS = {
   multiply_adds: "multiply-adds per client and sample, mean",
   seconds: "seconds of computing here",
 };
+const ACCURACIES = {
+  accuracy: "test",
+  accuracy_averaged: "test, averaged model",
+  validation_accuracy: "validation",
+  validation_accuracy_averaged: "validation, averaged model",
+};
 const LOSSES = {
   "scores.loss": "test",
+  "scores.loss_averaged": "test, averaged model",
   "every.train_loss": "training (clients' own)",
   "scores.validation_loss": "validation",
+  "scores.validation_loss_averaged": "validation, averaged model",
 };
 
 function accuracyFigure() {
-  const validated = DATA.runs.some((run) => run.scores.validation_accuracy);
+  const measured = Object.entries(ACCURACIES).filter(([name]) =>
+    DATA.runs.some((run) => run.scores[name]),
+  );
   let which = "accuracy";
   const controls =
-    validated &&
-    choice("data", { accuracy: "test", validation_accuracy: "validation" }, (value) => {
+    measured.length > 1 &&
+    choice("data", Object.fromEntries(measured), (value) => {
       which = value;
       change({});
     });

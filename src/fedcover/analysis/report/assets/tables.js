@@ -1,6 +1,7 @@
 // The runs in numbers, and what to show of them.
 const COLUMNS = [
   ["accuracy", "accuracy", percent],
+  ["accuracy_averaged", "averaged", percent],
   ["accuracy_single", "one device", percent],
   ["loss", "loss", compact],
   ["gamma_min", "least Γ", compact],
@@ -11,6 +12,7 @@ const COLUMNS = [
 ];
 const MEANINGS = {
   accuracy: "the assembled global model on the test set",
+  accuracy_averaged: "the mean of the global models over rounds, on the test set",
   accuracy_single: "the largest part that a single device holds: the number to beat",
   gamma_min: "fewest clients that trained any parameter, over all rounds",
   gamma_window: "fewest times any parameter was trained in the last window",
