@@ -1,4 +1,4 @@
-"""The averaged model: what it is, that it survives everything a run survives, and that it changes nothing else."""
+"""The averaged model: its values, its place in a run, and that nothing else changes."""
 
 from dataclasses import replace
 
@@ -154,6 +154,7 @@ def test_processes_have_the_average_of_one(machine):
     )
 
 
+@pytest.mark.system
 def test_runs_side_by_side_have_the_averages_of_single_runs():
     variants = [tiny(seed=seed, average="ema(decay=0.5)", name=f"s{seed}") for seed in (0, 1)]
     machine = Machine("batched", "cpu", 1)

@@ -126,7 +126,5 @@ def with_averaged_params(state: State) -> State:
         RunError: If there is no average.
     """
     if MEAN not in state.average:
-        raise RunError(
-            "this run has no averaged model: see the field average, and the round in which it starts"
-        )
+        raise RunError("this run has no averaged model: see the field average and its start")
     return replace(state, params=state.average[MEAN], statistics={})
