@@ -37,7 +37,7 @@ from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import summarise
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Overrides, prepare
-from fedcover.server.evaluation import evaluate
+from fedcover.server.evaluation import GlobalModel, evaluate
 from fedcover.server.round_metrics import evaluate_common_and_single
 from fedcover.server.round_setup import Setup
 from fedcover.submodels.coverage import covered_only
@@ -142,13 +142,11 @@ def measure(done: CellRun, rounds: Sequence[int], folder: Path) -> dict[str, Any
 
 
 def _scores(setup: Setup, state: State) -> dict[str, float]:
-    """The assembled model with untrained weights at zero on both kinds of data, and the largest
-    device's part.
-    """
+    """Score the common model on test and validation data, and the largest device's part."""
     validation = setup.task.source.validation
     assert validation is not None
     common = replace(state, params=covered_only(state.params, state.coverage))
-    scores = evaluate_common_and_single(setup, state)
+    scores = evaluate_common_and_single(setup, state, GlobalModel())
     return {
         "test": scores["accuracy_common"],
         "validation": evaluate(setup.task, common, validation).accuracy,
