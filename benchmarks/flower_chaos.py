@@ -164,7 +164,7 @@ class Chaos:
         return True
 
     def gaps(self) -> Iterator[dict[str, Any]]:
-        """Yield the time before every round but the first, and the kills in this gap or the last."""
+        """Yield the time before each round but the first, and the kills in this gap or the last."""
         for number, (start, end) in enumerate(pairwise(self.rounds), start=1):
             last_start = self.rounds[max(0, number - 2)]
             kills = [kill for kill in self.kills if last_start <= kill["second"] <= end]

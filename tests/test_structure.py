@@ -109,13 +109,20 @@ def test_only_one_module_imports_the_trees_of_torch_whose_module_is_private():
     assert importers == ["tensors.py"]
 
 
+LONG_FILES = {"strategy.py": 355}
+"""One class with every method that Flower calls."""
+LONG_FUNCTIONS = {"cnn": 61, "plan_report": 63}
+"""Half of each is its documented signature; the rest fills one list or one dictionary."""
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_files_and_functions_stay_small(path):
     text = path.read_text()
-    assert text.count("\n") <= 370
+    assert text.count("\n") <= LONG_FILES.get(path.name, 335)
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 70, f"{node.name} is too long"
+            lines = node.end_lineno - node.lineno
+            assert lines <= LONG_FUNCTIONS.get(node.name, 60), f"{node.name} is too long"
 
 
 ASSETS = sorted((SOURCE / "analysis" / "report" / "assets").iterdir())
