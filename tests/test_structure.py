@@ -109,8 +109,8 @@ def test_only_one_module_imports_the_trees_of_torch_whose_module_is_private():
     assert importers == ["tensors.py"]
 
 
-LONG_FILES = {"strategy.py": 355}
-"""One class with every method that Flower calls."""
+LONG_FILES = {"experiment.py": 350, "strategy.py": 355}
+"""Every field of an experiment with its documentation; every method that Flower calls."""
 LONG_FUNCTIONS = {"cnn": 61, "plan_report": 63}
 """Half of each is its documented signature; the rest fills one list or one dictionary."""
 
