@@ -4,7 +4,6 @@ bound that is broken.
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -473,7 +472,7 @@ class TestWhoseMasksTheyAre:
         assert certificate["bounds"]["reshuffled"]["genuine"]  # it holds for any masks
 
     @pytest.mark.parametrize(
-        "policy", [POLICIES["prefix"], partial(POLICIES["rolling"], spread=True)]
+        "policy", [POLICIES["prefix"], POLICIES["rolling"].with_options(spread=True)]
     )
     def test_table_policy_given_in_python_is_recognised(self, policy, tmp_path):
         certificate = certified(tmp_path / "run", {"policy": policy}, **DRAWN)
