@@ -85,6 +85,10 @@ def delta2(params: Mapping[str, Tensor], reductions: Iterable[Reduction]) -> lis
 
 
 def _energy(params: Mapping[str, Tensor]) -> Tensor:
+    """Return the squared norm as a tensor: one sum over all entries, so one kernel on a GPU.
+
+    `tensors.squared_norm` adds the tensors' sums one by one, and may differ in the last digit.
+    """
     return flat_copy(params, torch.float64).square_().sum()
 
 

@@ -206,7 +206,11 @@ def sgd_update(
 
 
 def _clip(gradients: Params, max_norm: float) -> Params:
-    """Scale gradients down to a total norm of at most `max_norm`."""
+    """Scale gradients down to a total norm of at most `max_norm`.
+
+    Unlike `tensors.norm`, this one computes in the gradients' dtype, as PyTorch's own clipping
+    does, and never waits for a GPU: it is part of every step.
+    """
     norms = [torch.linalg.vector_norm(g) for g in gradients.values()]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

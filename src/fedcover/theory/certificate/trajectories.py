@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedcover.tensors import squared_norm, zeros_like
+from fedcover.tensors import clone, squared_norm, zeros_like
 from fedcover.theory import LocalSteps
 from fedcover.theory.certificate.global_loss import GlobalLoss
 from fedcover.training.local_sgd import train_client
@@ -112,7 +112,7 @@ class TrajectoryProbe:
 
         def step_hook(forward: Forward, params: Params, gradient: Params, batch: Batch) -> None:
             if not start:
-                start.update({name: tensor.clone() for name, tensor in params.items()})
+                start.update(clone(params))
             number = int(batch.step)
             step = _Step(
                 _step_gradient(gradient, params, masks, task.local.weight_decay),
