@@ -168,7 +168,7 @@ def test_what_could_not_be_prepared_is_tried_again(calls, tmp_path):
 
 def inputs(run_id):
     machine = Machine("sequential", "cpu", 1).resolved()
-    return TaskInputs(run_id, experiment().to_toml(), "", machine, None, None)
+    return TaskInputs(run_id, experiment(), "", machine, None, None)
 
 
 def test_task_of_a_run_is_released_before_the_next_is_prepared(monkeypatch):

@@ -43,7 +43,7 @@ class TaskInputs:
     Attributes:
         run_id: Flower's number of the run. Two runs never share a task, as the functions that
             both name may differ.
-        experiment: The experiment as TOML.
+        experiment: The experiment.
         groups: The unit groups of a user's module, as JSON; empty for a model of fedcover.
         machine: The device and the threads.
         data: The folder of data sets, if the node has its own.
@@ -51,7 +51,7 @@ class TaskInputs:
     """
 
     run_id: int
-    experiment: str
+    experiment: Experiment
     groups: str
     machine: Machine
     data: str | None
@@ -66,7 +66,7 @@ class TaskInputs:
         if experiment.partition == "nodes":
             rows = _node_rows(request.extra_config, experiment, context.node_id, config)
         data = str(config["data"]) if config.get("data") else None
-        return cls(context.run_id, request.experiment, request.groups, machine, data, rows)
+        return cls(context.run_id, experiment, request.groups, machine, data, rows)
 
 
 def _node_rows(
@@ -83,7 +83,7 @@ def _node_rows(
 
 def prepare_task(inputs: TaskInputs) -> Task:
     """Prepare the experiment for this node, with its own rows if clients' data are on nodes."""
-    experiment, device = Experiment.from_toml(inputs.experiment), inputs.machine.device
+    experiment, device = inputs.experiment, inputs.machine.device
     unit_groups = groups_from_json(inputs.groups) if inputs.groups else None
     build = partial(build_meta_model, known_groups=unit_groups)
     if inputs.rows is None:
