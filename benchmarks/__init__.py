@@ -1,1 +1,1 @@
-"""Measurements that are too long for tests; their plans and results stand beside them."""
+"""Measurements that take too long for tests, with their plans and results."""

@@ -92,7 +92,7 @@ def test_slab_extract_of_absent_or_whole_tensors():
 
 
 def one_round(recipe, engine, **fields):
-    """A round of a small run with a recipe of one's own."""
+    """A round of a small run with a user's recipe."""
     experiment = Experiment(
         dataset="digits",
         model="mlp(hidden=[8, 6])",

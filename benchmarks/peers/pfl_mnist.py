@@ -69,7 +69,7 @@ class Rows(Dataset):
 
 
 class Clock(TrainingProcessCallback):
-    """Notes seconds and accuracy after each round; stands behind the evaluation."""
+    """Record seconds and accuracy after each round; comes after the evaluation."""
 
     def __init__(self, evaluation):
         self.evaluation, self.watch = evaluation, Watch()

@@ -1,4 +1,4 @@
-"""How nodes of a local federation are told their configuration."""
+"""How the nodes of a local federation get their configuration."""
 
 import pytest
 from hypothesis import given

@@ -19,9 +19,7 @@ POLICY = "def halves(view):\n    return [None for _ in view.cohort]\n"
 
 @pytest.fixture
 def beside(tmp_path, monkeypatch):
-    """A folder in which Python looks for modules, as for those beside a TOML file; what it imports
-    is forgotten.
-    """
+    """A folder on Python's path, like that of a TOML file; its imports are undone afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     yield tmp_path

@@ -125,9 +125,7 @@ def one_round(problem):
 
 
 def constants(problem, start, end, gradients):
-    """The theorem's constants for one round, exactly; the loss after it stands for the lower bound
-    of F.
-    """
+    """The theorem's exact constants for one round, with its final loss as lower bound of F."""
     means = [float(g_TSP.square().sum(-1).mean(1).max()) for g_TSP in gradients]
     noise = (problem.noise_NTP * problem.mask_NP[:, None]).square().sum(-1)
     return Constants(

@@ -84,7 +84,7 @@ def test_prunefl_without_its_recipe_warns(caplog):
 
 
 class Tempered(nn.Module):
-    """A temperature beside ten rows that are no labels."""
+    """A temperature and ten rows that are not labels."""
 
     def __init__(self):
         super().__init__()

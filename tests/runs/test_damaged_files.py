@@ -36,7 +36,7 @@ def test_lost_lines_are_reported(stopped, whole):
 
 @pytest.mark.parametrize("damage", [b'{"round": 1}', b'{"round": 1, "gamma_round": "many"}'])
 def test_incomplete_metrics_line_is_left_out(stopped, damage):
-    """What can be told of the run is told without it, and the run goes on."""
+    """The run is described without it, and continues."""
     path = stopped / "metrics.jsonl"
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([lines[0], damage, *lines[2:], b""]))

@@ -188,8 +188,9 @@ def height_of_the_other(hidden):
 
 @pytest.mark.system
 def test_process_needs_memory_for_few_copies_of_the_model():
-    """In float64 a sum and its weights take four, training three beside what is sent; it was 17 in
-    all.
+    """In float64 a sum and its weights take four copies, training three besides the update.
+
+    Earlier the process needed 17 copies.
     """
     rise = height_of_the_other([3000, 3000]) - height_of_the_other([10])
     assert rise <= 12 * 4 * (64 * 3000 + 3000 * 3000 + 3000 * 10), rise

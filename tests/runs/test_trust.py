@@ -44,8 +44,9 @@ def nothing_was_named_yet(monkeypatch):
 
 @pytest.fixture
 def theirs(tmp_path, monkeypatch):
-    """A run folder that names a function of a module beside it; a file `imported` tells whether
-    that was imported.
+    """A run folder that names a function of a neighbouring module.
+
+    The module creates a file `imported` when it is imported.
     """
     (tmp_path / "theirs.py").write_text(THEIRS)
     monkeypatch.syspath_prepend(tmp_path)

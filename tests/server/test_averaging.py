@@ -211,7 +211,7 @@ def test_options_of_an_average_are_checked(average, message):
 
 
 def halving():
-    """A schedule of one's own: every model counts one half."""
+    """A user's schedule: every model counts one half."""
     return lambda round, rounds: 0.5
 
 

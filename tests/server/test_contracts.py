@@ -1,6 +1,4 @@
-"""Rules, recipes, server optimisers and policies of one's own: what they give is used, or refused
-in one sentence.
-"""
+"""Results of a user's rules, recipes, server optimisers and policies: used or refused."""
 
 import itertools
 import sys

@@ -1,6 +1,4 @@
-"""The real path equals the slow reference of Algorithm 1, for every model, policy and switch (laws
-1 and 3).
-"""
+"""A round equals the slow reference of Algorithm 1, for every model, policy and switch."""
 
 import pytest
 

@@ -173,7 +173,7 @@ def test_update_of_infinite_length_counts_as_zero(odd):
 
 
 def test_noise_key_is_fresh_in_every_round():
-    """Not the experiment's seed, nor any other: whoever knows that could subtract the noise."""
+    """Neither the experiment's seed nor another one: with a seed one could subtract the noise."""
     setup, state, updates = round_of(
         policy="rolling", privacy="gaussian(noise=1.0)", clip_updates=1.0
     )

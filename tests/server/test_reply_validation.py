@@ -164,7 +164,7 @@ def test_reply_bits_beyond_the_end_are_refused():
 
 
 def test_reply_norm_is_of_the_change_from_the_task():
-    """What stands still is not long, wherever it stands; the limit itself is allowed."""
+    """An unchanged tensor has length 0, whatever its values; the limit itself is allowed."""
     _, _, pending, update = asked_and_trained("slices")
     far = {name: torch.full_like(tensor, 9e5) for name, tensor in pending.params.items()}
     pending = replace(pending, params=far)

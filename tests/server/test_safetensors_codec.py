@@ -81,7 +81,7 @@ def test_arrays_that_cannot_travel_are_refused(name, array, why):
 
 
 def framed(header, content=bytes(8)):
-    """A payload with a header of one's own."""
+    """A payload with a given header."""
     encoded = header if isinstance(header, bytes) else header.encode()
     return struct.pack("<Q", len(encoded)) + encoded + content
 

@@ -1,6 +1,4 @@
-"""One round in two processes equals one round in one: every policy, recipe, rule and norm, in
-float64 (law 4).
-"""
+"""A round in two processes equals a round in one, for every policy, recipe, rule and norm."""
 
 import subprocess
 import sys

@@ -62,7 +62,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def test_flwr_run_accepts_the_example(tmp_path):
-    """A Flower App of one's own, with our strategy and our client app."""
+    """A user's Flower app, with our strategy and our client app."""
     configs = [
         {"partition-id": place, "num-partitions": 2, "capacity": [1.0, 0.5][place]}
         for place in range(2)

@@ -454,8 +454,9 @@ DRAWN = {**BRIEF, "active": 2, "lr": 0.02}
 
 
 class TestWhoseMasksTheyAre:
-    """Partial participation needs masks that do not depend on who is drawn; a function of one's own
-    may do anything.
+    """Partial participation needs masks that are independent of the cohort.
+
+    A user's policy may look at the cohort.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The colours of the page can be told apart, also by colour-blind readers."""
+"""Readers can distinguish the colours of the page, also if they are colour-blind."""
 
 import re
 from itertools import combinations

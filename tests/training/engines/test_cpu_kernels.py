@@ -1,4 +1,4 @@
-"""Our own products equal torch's, and a traced step with them is the step that it was (law 4)."""
+"""Our CPU kernels equal torch's products, alone and in a traced step."""
 
 from itertools import product
 

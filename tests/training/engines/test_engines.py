@@ -1,4 +1,4 @@
-"""Engines: how fast, never what: rounds from the same state equal those of `sequential` (law 4)."""
+"""Engines change the speed only: rounds from the same state equal those of `sequential`."""
 
 import logging
 import sys

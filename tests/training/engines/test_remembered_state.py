@@ -24,7 +24,7 @@ from tests.helpers.worlds import same, world
 
 
 class Remembering(nn.Module):
-    """A model that keeps something of its steps, or draws for them, beside what torch knows of."""
+    """A model with state or random draws outside of its parameters and buffers."""
 
     def __init__(self, how):
         super().__init__()

@@ -1,6 +1,4 @@
-"""The laws of the design that concern aggregation, masking and evaluation; the others stand beside
-what they rule.
-"""
+"""Properties of aggregation, masking and evaluation that hold for every entry of the tables."""
 
 from dataclasses import replace
 from functools import partial
