@@ -34,11 +34,12 @@ common: dict[str, Any] = {
 for name, fields in FLEETS.items():
     with tempfile.TemporaryDirectory() as folder:
         run = fc.run(fc.Experiment(**common, **fields), folder)
-        found = fc.certify(folder)
-    bound, last = found["bounds"]["reshuffled"], found["last"]
+        certificate = fc.certify(folder)
+    bound, last = certificate["bounds"]["reshuffled"], certificate["last"]
     accuracy = run.summary["accuracy_common"]  # what nobody trains is struck from the model
     print(
-        f"{name}: {found['kind']}, coverage {found['coverage']['gamma']}, accuracy {accuracy:.3f}"
+        f"{name}: {certificate['kind']}, coverage {certificate['coverage']['gamma']}, "
+        f"accuracy {accuracy:.3f}"
     )
     print(f"  mean squared gradient {bound['left']:.3g}; Theorem R: at most {bound['value']:.3g}")
     print(

@@ -9,7 +9,7 @@ from fedcover.server.cohort import cohort_of, view_of
 from fedcover.training.local_sgd import train_client
 
 
-def measured(seed: int) -> tuple[fc.Run, float]:
+def run_and_gap(seed: int) -> tuple[fc.Run, float]:
     """A run over two ranks, and the gap after one more round of local training at full rank."""
     experiment = fc.Experiment(
         model="lora(hidden=[64], rank=8)",
@@ -32,7 +32,7 @@ def measured(seed: int) -> tuple[fc.Run, float]:
 
 
 if __name__ == "__main__":
-    results = [measured(seed) for seed in range(3)]
+    results = [run_and_gap(seed) for seed in range(3)]
     counts = results[0][0].state.coverage.window[-1]["hidden1.down.weight"].amin(1).tolist()
     print(f"clients that trained each rank in the last round: {counts}")
     for run, gap in results:

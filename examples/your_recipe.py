@@ -28,22 +28,22 @@ def agreed(
     old: Params, parts: Iterable[tuple[Reduction, Params, float]], *, clients: int = 2
 ) -> Params:
     """The coverage mean, but entries that fewer than `clients` clients trained keep their value."""
-    listed = list(parts)
-    masks = [reduction.mask(old) for reduction, _, _ in listed]
-    mean = coverage_mean(old, listed)
+    all_parts = list(parts)
+    masks = [reduction.mask(old) for reduction, _, _ in all_parts]
+    mean = coverage_mean(old, all_parts)
     enough = {name: torch.stack([mask[name] for mask in masks]).sum(0) >= clients for name in old}
     return {name: torch.where(enough[name], mean[name], tensor) for name, tensor in old.items()}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    shared = {"fleet": "1x1.0 + 1x0.5", "policy": "rolling", "clients": 20, "rounds": 10}
-    mine = {
+    common_fields = {"fleet": "1x1.0 + 1x0.5", "policy": "rolling", "clients": 20, "rounds": 10}
+    own_parts = {
         "recipe": "examples.your_recipe:smoothed(amount=0.05)",
         "rule": "examples.your_recipe:agreed(clients=2)",
     }
     for name, experiment in {
-        "plain": fc.Experiment(**shared),
-        "mine": fc.Experiment(**shared, **mine),
+        "plain": fc.Experiment(**common_fields),
+        "mine": fc.Experiment(**common_fields, **own_parts),
     }.items():
         print(f"{name:6} accuracy {fc.run(experiment).accuracy:.3f}")

@@ -41,11 +41,11 @@ def write(folder: Path) -> None:
         {name: rows.contiguous() for name, rows in some.items()}, folder / "server.safetensors"
     )
     for place in range(2):
-        mine = owners // 10 == place
+        is_local = owners // 10 == place
         rows = {
-            "train_x": data.train.x[mine],
-            "train_y": data.train.y[mine],
-            "train_owner": owners[mine],
+            "train_x": data.train.x[is_local],
+            "train_y": data.train.y[is_local],
+            "train_owner": owners[is_local],
         }
         save_file(rows, folder / f"node-{place}.safetensors")  # or np.savez
     (folder / "experiment.toml").write_text(EXPERIMENT)
@@ -66,7 +66,7 @@ if __name__ == "__main__":
             "--rows",
             "node-{}.safetensors",
         ]
-        done = subprocess.run(
+        process = subprocess.run(
             [*up, "--json", "experiment.toml"], cwd=place, stdout=subprocess.PIPE, check=True
         )
-        print(f"accuracy {json.loads(done.stdout)['accuracy']:.3f}")
+        print(f"accuracy {json.loads(process.stdout)['accuracy']:.3f}")

@@ -19,8 +19,8 @@ def main(grid: Grid, context: Context) -> None:
     test = load("digits").test
 
     def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        found = score(logits(strategy.ready(arrays), test.x), test.y)
-        return MetricRecord({"accuracy": found.accuracy, "loss": found.loss})
+        test_score = score(logits(strategy.ready(arrays), test.x), test.y)
+        return MetricRecord({"accuracy": test_score.accuracy, "loss": test_score.loss})
 
     result = strategy.start(
         grid,
