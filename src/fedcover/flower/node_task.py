@@ -15,6 +15,7 @@ from typing import Any
 
 from flwr.app import Context
 
+from fedcover.flower.memory import release_memory
 from fedcover.flower.messages import TaskRequest
 from fedcover.flower.node_data import load_node_data
 from fedcover.flower.nodes import DataRequirements, clients_of, read_node_config
@@ -113,7 +114,9 @@ class LastTask:
             entry, self._entry = self._entry, None
         if entry is not None and entry[0] == inputs:
             return entry[1]
-        del entry  # or two data sets would be in memory at once
+        if entry is not None:
+            del entry  # or two data sets would be in memory at once
+            release_memory()  # also what its messages have left in reference cycles
         return prepare_task(inputs)
 
     def put(self, inputs: TaskInputs, task: Task) -> None:
