@@ -6,15 +6,16 @@ Run it from the root of the repository: python -m examples.your_policy
 import torch
 
 import fedcover as fc
+from fedcover.submodels.unit_groups import num_units_kept
 
 
 @fc.per_client
 def alternating(view: fc.View, client: fc.Client) -> fc.Slices:
     """Odd clients train the first units of every group, even clients the last ones."""
-    start = {
-        group.name: 0 if client.id % 2 else -round(client.capacity * group.size)
-        for group in view.groups
-    }
+    start = {}
+    for group in view.groups:
+        num_units = num_units_kept(group.size, client.capacity)
+        start[group.name] = 0 if client.id % 2 else group.size - num_units
     return fc.window_slices(view.groups, client.capacity, start)
 
 

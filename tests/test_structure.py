@@ -1,4 +1,4 @@
-"""The order of the rooms is the order of imports; and taste, tested."""
+"""The order of the packages is the order of imports; and taste, tested."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ from tests.helpers.repository import ROOT
 
 SOURCE = ROOT / "src" / "fedcover"
 FOUNDATION = ["version", "errors", "types", "tensors", "rng", "registry", "fleet", "log"]
-ROOMS = [
+PACKAGES = [
     "host",
     "data",
     "models",
@@ -28,9 +28,9 @@ ROOMS = [
     "flower",
     "cli",
 ]
-"""A room imports only from the foundation, from itself and from rooms before it."""
+"""A package imports only from the foundation, from itself and from packages before it."""
 
-ORDER = [*FOUNDATION, *ROOMS]
+ORDER = [*FOUNDATION, *PACKAGES]
 WALLS = {
     "policies": {"data", "submodels.build"},
     "server/aggregation": {"models", "submodels"},
@@ -42,8 +42,8 @@ FILES = [
 ]
 
 
-def room(path):
-    """The room that a file is in, or its own name if it belongs to the foundation."""
+def package(path):
+    """The package that a file is in, or its own name if it belongs to the foundation."""
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
@@ -68,13 +68,13 @@ def imports(path):
     return names
 
 
-def test_every_module_is_in_a_room_or_belongs_to_the_foundation():
-    assert {room(path) for path in FILES} == set(ORDER)
+def test_every_module_is_in_a_package_or_belongs_to_the_foundation():
+    assert {package(path) for path in FILES} == set(ORDER)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_room_imports_only_what_comes_before_it(path):
-    place = ORDER.index(room(path))
+def test_package_imports_only_what_comes_before_it(path):
+    place = ORDER.index(package(path))
     for name in imports(path):
         assert name.split(".")[0] in ORDER[: place + 1], (
             f"{path.name} imports {name}, which comes later"
@@ -82,7 +82,7 @@ def test_room_imports_only_what_comes_before_it(path):
 
 
 @pytest.mark.parametrize("place", WALLS)
-def test_room_imports_respect_the_walls(place):
+def test_package_imports_respect_the_walls(place):
     for path in FILES:
         if str(path.relative_to(SOURCE)).startswith(place):
             for name in imports(path):
@@ -98,8 +98,8 @@ def test_no_test_module_imports_another():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_flower_is_imported_by_its_room_only(path):
-    assert room(path) == "flower" or not re.search(
+def test_flower_is_imported_by_its_package_only(path):
+    assert package(path) == "flower" or not re.search(
         r"^\s*(from|import) flwr", path.read_text(), re.MULTILINE
     )
 

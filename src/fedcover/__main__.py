@@ -6,7 +6,7 @@ from fedcover.host import signals
 
 
 def main() -> None:
-    """Run the commands. Ctrl-C gives no traceback, even while torch is being imported."""
+    """Run a command; a signal ends it without a traceback, even while torch is being imported."""
     signals.quietly()
     from fedcover.cli import main as commands
 

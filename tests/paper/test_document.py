@@ -79,7 +79,7 @@ def test_document_shows_claims_results_and_missing_runs(tmp_path):
         "| higher | 93.82 | 90.00 ± 0.00 |"
     ) in text
     assert (
-        "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 not decided."
+        "1 of 60 comparisons have runs. The optimised design is: 1 higher, 0 lower, 0 undecided."
         in text
     )
     both = (
@@ -157,7 +157,7 @@ def test_document_ranks_designs_at_the_second_rate(tmp_path):
         write_result(tmp_path, f"mnist-iid-pruning-{design}-lr0.1", 0, accuracy)
     block = comparisons.second_rate_block(Evidence(tmp_path))
     assert (
-        "0 higher, 0 lower, 0 not decided, 1 with one seed, no verdict (0 above, 1 below)." in block
+        "0 higher, 0 lower, 0 undecided, 1 with one seed, no verdict (0 above, 1 below)." in block
     )
     assert "| -1.00 | 1 |  | one seed | -0.75 |" in block
 

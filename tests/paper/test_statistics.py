@@ -58,7 +58,7 @@ def test_claim_is_compared_within_and_beyond_noise():
 def test_paired_difference_uses_shared_seeds():
     result = paired_difference({0: 1.0, 1: 2.0, 5: 9.0}, {0: 0.5, 1: 1.0, 7: 3.0})
     assert (result.mean, result.seeds) == (0.75, 2)
-    assert result.verdict == "not decided"
+    assert result.verdict == "undecided"
     assert paired_difference({0: 1.0}, {1: 1.0}) is None
     assert paired_difference({0: 1.0}, {0: 2.0}).verdict == "one seed"
     assert paired_difference({0: 1.0, 1: 2.0}, {0: 2.0, 1: 3.0}).verdict == "lower"

@@ -1,5 +1,5 @@
-"""One odd run folder costs no other; what it says is shown as text; its rounds are counted once, by
-their content.
+"""A broken run folder never hides the others; what it says is shown as text; its rounds are counted
+once, by their content.
 """
 
 import csv

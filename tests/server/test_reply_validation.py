@@ -279,7 +279,7 @@ def test_rejection_reasons_are_all_tested():
     """Every reason of the table is given by some test here, or by the ledger."""
     _, _, pending, update = asked_and_trained("tracked norms")
     by_hand = set(_hostile(honest(pending, update), pending))
-    assert by_hand | {"unknown nonce", "replayed nonce", "late"} == set(REJECTION_REASONS)
+    assert by_hand | {"unknown nonce", "replayed nonce", "round closed"} == set(REJECTION_REASONS)
 
 
 def test_security_page_lists_every_rejection_reason():

@@ -37,7 +37,7 @@ def test_nonce_is_good_for_one_reply():
         assert ledger.receive(replace(raws[2], client=wrong)).reason == "unknown nonce"
     assert isinstance(ledger.receive(raws[2]), Update)  # and that has not used it up
     assert [task.nonce for task in ledger.close()] == [tasks[3].nonce]
-    assert ledger.receive(raws[3]).reason == "late"
+    assert ledger.receive(raws[3]).reason == "round closed"
     assert ledger.close() == ()
 
 
@@ -81,7 +81,7 @@ def test_ledger_does_not_grow():
         assert ledger.receive(honest(earliest, update)).reason == "replayed nonce"
         missed = ledger.issue(lambda nonce: replace(pending, nonce=nonce))
         ledger.close()
-        assert ledger.receive(honest(missed, update)).reason == "late"
+        assert ledger.receive(honest(missed, update)).reason == "round closed"
     size = sys.getsizeof(ledger._pending) + sum(map(sys.getsizeof, ledger._late_nonces_by_round))
     for _ in range(3 * LATE_ROUNDS_KEPT):
         ledger.issue(lambda nonce: replace(pending, nonce=nonce))

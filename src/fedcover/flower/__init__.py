@@ -1,7 +1,13 @@
 """The same rounds on Flower's SuperLink and SuperNodes; needs the extra `flower`.
 
-Only this room imports `flwr`. In an app of your own, use `CoverageStrategy` with a `Sampling` on
+Only this package imports `flwr`. In an app of your own, use `CoverageStrategy` with a `Sampling` on
 the server, and `client_app` on the nodes.
+
+- On the server: `server`, `engine`, `transport`, `reply_download`, `registration`, `node_registry`,
+  `events`, `status`.
+- On a node: `client` and `client_*`, `node_task`, `node_data`, `supernode`, `reconnection`.
+- On both: `messages` and what they carry, `payloads` and `state_payload`.
+- In an app of your own: `strategy` and `strategy_*`, `sampling`, `bounded_grid`.
 """
 
 from importlib import import_module

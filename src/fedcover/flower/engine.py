@@ -1,4 +1,8 @@
-"""Flower as an engine: the nodes train the clients of a round."""
+"""Flower as an engine: the nodes train the clients of a round.
+
+A reply passes through `send_and_wait`, `decode_reply`, `read_results`, `validate_result` and
+`ledger.receive`; what became of it is an event, which `EventLog.write` writes.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -9,6 +9,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedcover.errors import InvalidValue
 
+# Names on the wire, such as "own", "parcels" and "rows", are kept from message format 2; change
+# them only with `MESSAGE_FORMAT`.
 TASK, PARTS, REPORT, ANSWERS, EXTRA_CONFIG = "task", "parts", "report", "answers", "own"
 PAYLOAD_STYPE = "fedcover.safetensors"
 CLIENT_INFO, CLIENT_INFO_STYPE = "rows", "fedcover.column"

@@ -1,4 +1,4 @@
-"""Handle norm statistics: those of the batch in training, fixed ones in evaluation.
+"""Norm statistics: the batch's in training, fixed ones in evaluation.
 
 | norm        | in training                  | in evaluation                                     |
 |-------------|------------------------------|---------------------------------------------------|
@@ -6,6 +6,8 @@
 | `tracked`   | the batch's, running average | running means, averaged over the covering clients |
 | `per-width` | the same, one set per width  | the set of that width, or as with `batch` if none |
 | `group`     | each sample's own            | each sample's own                                 |
+
+Tracked ones are averaged in `server.round`; `server.evaluation` calls `calibrate`.
 """
 
 from copy import deepcopy

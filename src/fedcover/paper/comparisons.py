@@ -141,7 +141,7 @@ def at_second_rates(evidence: Evidence) -> list[Comparison]:
 def count_verdicts(compared: ComparedPlaces) -> str:
     """Count the verdicts. For single seeds, which have none, count the signs."""
     counts = Counter(difference.verdict for _, difference in compared)
-    text = ", ".join(f"{counts[word]} {word}" for word in ("higher", "lower", "not decided"))
+    text = ", ".join(f"{counts[word]} {word}" for word in ("higher", "lower", "undecided"))
     single_seed_means = [difference.mean for _, difference in compared if difference.p is None]
     if not single_seed_means:
         return text

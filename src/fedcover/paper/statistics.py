@@ -31,11 +31,11 @@ class PairedDifference:
 
     @property
     def verdict(self) -> str:
-        """Higher, lower, not decided (the difference may be chance), or one seed."""
+        """Higher, lower, undecided (the difference may be chance), or one seed."""
         if self.p is None:
             return "one seed"
         if self.p >= SIGNIFICANCE_LEVEL:
-            return "not decided"
+            return "undecided"
         return "higher" if self.mean > 0 else "lower"
 
 

@@ -11,6 +11,8 @@ Read the modules in this order to follow `fedcover run experiment.toml`:
 6. `new_run`, `run_folder` and `session`: write the files; `checkpoints` writes the states.
 7. `launch` and `worker`: share the rounds with other processes, if there are any.
 8. `fedcover.server.round.run_round`: one round.
+9. The engine (`fedcover.training.engines`), which agrees with
+   `fedcover.training.local_sgd.train_client`: one client's local steps.
 
 `sweep`, `sweep_workers`, `lockstep` and `joint_training` run many experiments at once.
 """

@@ -13,7 +13,10 @@ from fedcover.errors import RunError
 from fedcover.registry import POSITIONAL_ARGUMENTS, is_import_path
 
 _trusted: set[tuple[str, str]] = set()
-"""Trusted fields and their texts; a text includes the options, so it allows one call only."""
+"""Trusted fields and their texts.
+
+A text includes the options, so trusting `f(a=1)` does not trust `f(a=2)`.
+"""
 
 
 def custom_functions(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -4,9 +4,11 @@ A rule is a function `rule(old, parts, *, options) -> new`. `old` are the global
 has one `WeightedUpdate` per client: the part of the model that it trained, its values in the shapes
 of that part, and its weight. A rule knows no architecture: it sees tensors by name.
 
-To add a rule, write such a function and add it to `RULES`. A rule that needs only sums over clients
-should also be in `SUMMABLE_RULES`: several processes then add up sums instead of exchanging all
-values. A rule outside of fedcover is used by its import path (`rule = "my.rules:mean"`).
+To add a rule, write such a function and add it to `RULES`. List it in `UNWEIGHTED_RULES` if it
+ignores weights; add it to `RULES_AND_TWINS` in tests/server/test_aggregation.py. A rule that needs
+only sums over clients should also be in `SUMMABLE_RULES`: several processes then add up sums
+instead of exchanging all values. A rule outside of fedcover is used by its import path
+(`rule = "my.rules:mean"`).
 
 `UNCOVERED`, the choices for uncovered entries, holds for all rules. `WEIGHTS`, the choices for a
 client's weight, is for means: `trimmed_mean` and `median` count every client the same. Clipping and
@@ -193,7 +195,7 @@ def _sort_trained(values_CS: Tensor, trained_CS: Tensor) -> Tensor:
 def reduce_stacked(
     reduce_one: Callable[[Tensor, Tensor], Tensor], old: Params, parts: Sequence[WeightedUpdate]
 ) -> Params:
-    """Make a rule of a function of one parameter.
+    """Combine the updates one parameter at a time.
 
     Args:
         reduce_one: gets all clients' values of a parameter, stacked in full shape, and a mask of

@@ -88,7 +88,7 @@ class TaskLedger:
         if nonce in self._pending:
             return _UNKNOWN  # to this client: the task is another client's
         if any(nonce in late_nonces for late_nonces in self._late_nonces_by_round):
-            return "late"
+            return "round closed"
         return "replayed nonce" if self._has_issued(nonce) else _UNKNOWN
 
     def _has_issued(self, nonce: str) -> bool:

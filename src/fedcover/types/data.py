@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Hold inputs and their labels, row by row.
+    """Inputs and their labels, row by row.
 
     Attributes:
         x: The inputs; the first axis is the sample.
@@ -36,7 +36,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Hold a labelled data set.
+    """A labelled data set.
 
     Attributes:
         name: The name shown in messages and stored with results.
@@ -55,7 +55,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Refer to one client's data: the rows `index` of `samples`, a tensor shared by clients."""
+    """One client's data: the rows `index` of `samples`, a tensor shared by clients."""
 
     samples: Samples
     index: Tensor
@@ -63,7 +63,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
-    """Describe a client's rows on another machine: their number, distinct labels and shape."""
+    """A client's rows on another machine: their number, distinct labels and shape."""
 
     samples: int
     labels: tuple[int, ...]
@@ -71,7 +71,7 @@ class ClientInfo:
 
 
 class Source(Protocol):
-    """Provide the clients' data; only the clients of a round are asked for, so it may be lazy."""
+    """The clients' data; only the clients of a round are asked for, so it may be lazy."""
 
     @property
     def test(self) -> Samples:

@@ -12,7 +12,7 @@ Params = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Locate the units of a group in one tensor.
+    """The place of a group's units in one tensor.
 
     Unit u owns the positions from `start + u * per_unit` up to (not including)
     `start + (u + 1) * per_unit` along the axis. Without an axis the whole tensor belongs to one
@@ -35,7 +35,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Name a number that shrinks with a group, such as `blocks.0.attention.num_heads`.
+    """A number that shrinks with a group, such as `blocks.0.attention.num_heads`.
 
     Attributes:
         attribute: The path of the number inside the module.
@@ -48,7 +48,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class UnitGroup:
-    """Describe units (neurons, channels, heads) and every place where they occur in the model.
+    """Units (neurons, channels, heads) and every place where they occur in the model.
 
     Attributes:
         name: The unique name of the group.
@@ -69,7 +69,7 @@ class UnitGroup:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Pair a PyTorch module with the unit groups along which it can be cut.
+    """A PyTorch module with the unit groups along which it can be cut.
 
     Attributes:
         module: The module itself.
@@ -87,7 +87,7 @@ class Model:
 
 
 class Reduction(Protocol):
-    """Define a client's part of the model: `Slices` (smaller tensors) or `Masks` (sparse ones)."""
+    """A client's part of the model: `Slices` (smaller tensors) or `Masks` (sparse ones)."""
 
     def extract(self, params: Mapping[str, Tensor]) -> Params:
         """Return the part of each tensor that is sent to the client."""

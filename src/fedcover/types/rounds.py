@@ -10,7 +10,7 @@ from fedcover.types.model import Params, Reduction, UnitGroup
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """Describe a device in one round.
+    """A client in one round.
 
     Attributes:
         id: The number of the client, starting at 0.
@@ -29,7 +29,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Count how often each parameter was trained.
+    """How often each parameter was trained.
 
     Attributes:
         window: For each of the last rounds, the number of clients per entry; the newest is last.
@@ -42,7 +42,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Hold everything that a policy may read.
+    """Everything that a policy may read.
 
     Policies are pure: the same view gives the same reductions.
 

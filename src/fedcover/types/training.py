@@ -13,7 +13,7 @@ from fedcover.types.rounds import Client, Coverage
 
 @dataclass(frozen=True, slots=True)
 class LocalTraining:
-    """Configure how a client trains its sub-model: epochs of SGD on its own rows."""
+    """How a client trains its sub-model: epochs of SGD on its own rows."""
 
     epochs: int = 5
     batch_size: int = 10
@@ -26,7 +26,7 @@ class LocalTraining:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Hold the input of one local step; `step`, a 0-d tensor, counts the steps of this round."""
+    """The input of one local step; `step`, a 0-d tensor, counts the steps of this round."""
 
     x: Tensor
     y: Tensor
@@ -45,7 +45,7 @@ Engines stack the trees of several clients.
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Hold what a recipe returns at the end of local training.
+    """What a recipe returns at the end of local training.
 
     Attributes:
         params: The trained parameters.
@@ -63,7 +63,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recipe:
-    """Define local training as pure functions, of which only the loss is required.
+    """Local training as pure functions, of which only the loss is required.
 
     `loss` and `observe` must not branch on the values of tensors: engines capture a step once and
     replay it for other clients.
@@ -95,7 +95,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Hold the part of the local training setup that all clients of a round share."""
+    """The part of the local training setup that all clients of a round share."""
 
     model: Model
     source: Source
@@ -109,7 +109,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Hold what a client returns.
+    """What a client returns.
 
     Attributes:
         client: The client.
@@ -134,7 +134,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Hold the complete state of a run after `round` rounds.
+    """The complete state of a run after `round` rounds.
 
     Attributes:
         round: The number of completed rounds.
@@ -159,7 +159,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Hold what a client receives for a round."""
+    """What a client receives for a round."""
 
     task: Task
     state: State

@@ -1,4 +1,7 @@
-"""Run a module once and record which units its tensors, numbers and outputs depend on."""
+"""Run a module once and record which units its tensors, numbers and outputs depend on.
+
+`unit_labels` defines atoms and fields.
+"""
 
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping

@@ -12,7 +12,7 @@ The fast engines, `batched` and `streams`, rest on three concepts:
 
 Two more modules serve `batched`: `grouping` chooses who is stacked, and `ragged` trains clients
 with different numbers of samples. What an engine cannot train raises `UnsupportedByEngine`
-(`unsupported`), and `sequential` takes over, on CUDA `streams`.
+(`unsupported`), and `sequential` takes over (`streams` on CUDA).
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -6,7 +6,8 @@ by `streams` on CUDA; one line in the log says why.
 
 This file only drives the other modules: `grouping` decides who is stacked (change limits there),
 `runners` keeps the prepared steps, `ragged` trains clients with different numbers of samples. To
-prepare steps in another way, pass a `backend`. Results must stay those of `sequential`.
+prepare steps in another way, pass a `backend`. Results must stay those of `sequential`;
+`tests/training/engines/test_engines.py` compares them.
 """
 
 from collections import Counter
@@ -89,8 +90,8 @@ def train_stacked(
     on_gpu = is_on_gpu(jobs)
     if len(grouping.alone) > len(jobs) / 2 and not on_gpu:
         warn_once(
-            "most clients share the shape of their part (and, with less than a batch each, their "
-            "number of samples) with too few others, so they are trained one after another"
+            "too few clients have parts of the same shape (and, with less than a batch each, the "
+            "same number of samples), so most are trained one after another"
         )
     results: list[JobResult] = []
     try:

@@ -7,7 +7,7 @@ from fedcover.errors import FedcoverError
 
 
 class UnsupportedByEngine(FedcoverError):
-    """A recipe or model whose step cannot be replayed; its clients train one after another."""
+    """A recipe or model whose step cannot be replayed; another engine trains its clients."""
 
 
 class CompileFailed(UnsupportedByEngine):

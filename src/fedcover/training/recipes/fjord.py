@@ -47,7 +47,8 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
         masks, schedule, statistics = carry
         level = schedule.gather(0, batch.step.view(1))
         widest = _widest_level(masks, level)
-        # tracked statistics must see only the widest part, so narrower parts update copies
+        # Tracked statistics must see only the widest part, so narrower parts update copies. `int`
+        # reads a tensor's value: such steps are never stacked, and `streams` cannot capture them.
         use_copies = statistics and (distil or int(level) != int(widest))
         values = {**_apply_level_mask(params, masks, level), **(statistics if use_copies else {})}
         logits_BK = forward(values, batch.x)
