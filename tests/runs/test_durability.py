@@ -80,15 +80,17 @@ def folder(record, tmp_path):
 
 
 def test_every_file_of_a_run_is_synced_in_full(folder, record):
-    for path in folder.rglob("*"):
-        if path.is_file() and path.name != ".lock":
-            assert path.stat().st_size in record.synced(path), path
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert {"experiment.toml", "metrics.jsonl", "summary.json"} <= {path.name for path in files}
+    for path in files:
+        assert path.stat().st_size in record.synced(path), path
 
 
 def test_folder_is_synced_after_each_replaced_file(folder, record):
     numbers = {
         folder / inner: (folder / inner).stat().st_ino for inner in ("", "checkpoints", "kept")
     }
+    assert record.put()
     for place, step in enumerate(record.steps):
         if step[0] == "put":
             assert record.steps[place + 1] == ("folder", numbers[step[1].parent]), step
