@@ -51,6 +51,7 @@ FIELDS = {
     "weights": st.sampled_from(["uniform", "samples"]),
     "uncovered": st.sampled_from(["keep", "zero"]),
     "server": st.sampled_from(["none", "momentum", "adam"]),
+    "average": st.sampled_from(["none", "window", "ema"]),
     "clip_updates": st.none() | positive,
     "privacy": st.just("none"),
     "rounds": st.integers(1, 10**9),
@@ -373,6 +374,7 @@ CHANGED = {
     "label_rows": True,
     "uncovered": "zero",
     "server": "adam",
+    "average": "ema",
     "clip_updates": 1.0,
 }
 TOGETHER = {"privacy": "gaussian(noise=1.0)", "clip_updates": 1.0}
