@@ -37,7 +37,7 @@ from fedcover.runs.machine import Machine
 from fedcover.runs.metrics_log import summarise
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Overrides, prepare
-from fedcover.server.evaluation import GlobalModel, evaluate
+from fedcover.server.evaluation import ReusedGlobalModule, evaluate
 from fedcover.server.round_metrics import evaluate_common_and_single
 from fedcover.server.round_setup import Setup
 from fedcover.submodels.coverage import covered_only
@@ -146,7 +146,7 @@ def _scores(setup: Setup, state: State) -> dict[str, float]:
     validation = setup.task.source.validation
     assert validation is not None
     common = replace(state, params=covered_only(state.params, state.coverage))
-    scores = evaluate_common_and_single(setup, state, GlobalModel())
+    scores = evaluate_common_and_single(setup, state, ReusedGlobalModule())
     return {
         "test": scores["accuracy_common"],
         "validation": evaluate(setup.task, common, validation).accuracy,

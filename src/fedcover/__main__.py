@@ -7,7 +7,7 @@ from fedcover.host import signals
 
 def main() -> None:
     """Run a command; a signal ends it without a traceback, even while torch is being imported."""
-    signals.quietly()
+    signals.exit_quietly_on_signals()
     from fedcover.cli import main as commands
 
     try:

@@ -16,7 +16,7 @@ from fedcover.flower.crash_report import KILLED
 from fedcover.flower.monitor import Launch, follow_run
 from fedcover.flower.status import (
     FILE_NAME,
-    State,
+    ServerState,
     StatusFile,
     last_announcement,
     read_status,
@@ -35,10 +35,10 @@ def folder(tmp_path):
 def test_a_status_says_what_the_server_does(folder):
     with recorded_status(folder, "now") as status:
         assert read_status(folder, "now").state == "starting"
-        status.write(State.WAITING)
+        status.write(ServerState.WAITING)
         assert json.loads((folder / FILE_NAME).read_text())["state"] == "waiting for nodes"
         status.rounds = 3
-        status.write(State.RUNNING)
+        status.write(ServerState.RUNNING)
         running = read_status(folder, "now")
         assert (running.state, running.rounds, running.process) == ("running", 3, os.getpid())
         assert not running.is_final
@@ -127,7 +127,7 @@ def test_a_status_that_cannot_be_written_is_removed_and_the_run_goes_on(folder, 
     with recorded_status(folder, "now") as status:
         with monkeypatch.context() as patch:
             patch.setattr(disk, "write_atomically", full)
-            status.write(State.RUNNING)
+            status.write(ServerState.RUNNING)
         assert read_status(folder, "now") is None
         assert not was_killed(folder, "now")
     assert read_status(folder, "now").state == "finished"
@@ -207,11 +207,11 @@ def test_rounds_that_are_run_again_are_shown_again(launch):
 
     done(*range(9))()
     again = [done(*range(count)) for count in (5, 6, 8, 9, 10)]
-    finish = writes(launch, State.FINISHED)
+    finish = writes(launch, ServerState.FINISHED)
     assert follow(launch, lambda: None, *again, finish) == [5, 6, 7, 8, 9]
 
 
-@pytest.mark.parametrize("state", [State.FAILED, State.STOPPED])
+@pytest.mark.parametrize("state", [ServerState.FAILED, ServerState.STOPPED])
 def test_the_reason_in_the_status_is_what_a_user_sees(launch, state):
     launch.log.write_text("fedcover: finished: runs/x\n")
     with pytest.raises(RunError, match=r"^no room$"):
@@ -221,13 +221,13 @@ def test_the_reason_in_the_status_is_what_a_user_sees(launch, state):
 def test_a_killed_server_is_reported_while_its_log_is_still_streamed(launch):
     never = [lambda: pytest.fail("it is still waited for")]
     with pytest.raises(RunError) as refusal:
-        follow(launch, lambda: None, writes(launch, State.RUNNING), *never)
+        follow(launch, lambda: None, writes(launch, ServerState.RUNNING), *never)
     assert str(refusal.value) == KILLED
 
 
 def test_a_run_without_a_status_is_judged_by_its_log(launch):
     """A server that has never begun, or one whose disk was full."""
-    writes(launch, State.FINISHED, name="an earlier run in this folder")()
+    writes(launch, ServerState.FINISHED, name="an earlier run in this folder")()
     with pytest.raises(RunError, match="did not finish; the end of its log:\nthe beginning"):
         follow(launch, lambda: None)
     launch.log.write_text("fedcover: stopped: cannot write x: No space left\nTraceback\n")

@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 import fedcover
-from fedcover.models.norms import NORMS, calibrate, running, statistics_key, use_batch_statistics
+from fedcover.models.norms import (
+    NORMS,
+    calibrate,
+    running_statistics,
+    statistics_key,
+    use_batch_statistics,
+)
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.evaluation import FULL_REDUCTION, eval_model, logits
 from fedcover.server.round import aggregate, run_round
@@ -38,13 +44,13 @@ def test_statistics_key_of_each_norm_and_width():
 @pytest.mark.parametrize("norm", ["batch", "group"])
 def test_training_on_batch_statistics_stores_none(norm):
     setup, state = small(norm)
-    before = {name: t.clone() for name, t in running(setup.task.model.module).items()}
+    before = {name: t.clone() for name, t in running_statistics(setup.task.model.module).items()}
     assert bool(before) == (norm == "batch")
     assert state.statistics == {}
     assert all(update.buffers == {} for update in trained(setup, state))
     after, _ = run_round(setup, state)
     assert after.statistics == {}
-    same(running(setup.task.model.module), before)
+    same(running_statistics(setup.task.model.module), before)
 
 
 def test_batch_statistics_ignore_running_ones():
@@ -121,9 +127,9 @@ def test_statistics_of_different_widths_stay_apart():
     )
     same(again.buffers, halves[0].buffers)
     whole = eval_model(setup.task, after, FULL_REDUCTION, 1.0)
-    assert torch.equal(running(whole)[name], after.statistics["1"][name])
+    assert torch.equal(running_statistics(whole)[name], after.statistics["1"][name])
     half = eval_model(setup.task, after, halves[0].sent, 0.5)
-    assert torch.equal(running(half)[name], after.statistics["0.5"][name][:8])
+    assert torch.equal(running_statistics(half)[name], after.statistics["0.5"][name][:8])
 
 
 def test_width_without_clients_is_calibrated():
@@ -150,7 +156,7 @@ def test_calibration_gives_the_moments_of_norm_inputs():
     with torch.no_grad():
         module(setup.task.source.calibration)
     assert len(layer_inputs) == 7
-    fresh = running(eval_model(setup.task, state, FULL_REDUCTION, 1.0))
+    fresh = running_statistics(eval_model(setup.task, state, FULL_REDUCTION, 1.0))
     for path, x in layer_inputs.items():
         torch.testing.assert_close(fresh[f"{path}.running_mean"], x.mean((0, 2, 3)))
         torch.testing.assert_close(fresh[f"{path}.running_var"], x.var((0, 2, 3)))
@@ -161,12 +167,12 @@ def test_calibration_restores_momentum_and_forgets_old_statistics():
         nn.BatchNorm1d(2, momentum=0.3), nn.Dropout(0.9), nn.BatchNorm1d(2, momentum=0.01)
     ).train()
     x = torch.randn(400, 2)
-    first = {name: t.clone() for name, t in running(calibrate(net, x)).items()}
+    first = {name: t.clone() for name, t in running_statistics(calibrate(net, x)).items()}
     for layer in (net[0], net[2]):
         layer.running_mean.fill_(1e6)
     assert calibrate(net.train(), x) is net
     assert all(
-        torch.equal(t, first[name]) for name, t in running(net).items()
+        torch.equal(t, first[name]) for name, t in running_statistics(net).items()
     )  # no dropout, nothing remembered
     assert (net[0].momentum, net[2].momentum) == (0.3, 0.01)
     assert not any(layer.training for layer in net.modules())

@@ -15,9 +15,9 @@ from fedcover.runs.setup import prepare
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.evaluation import (
     FULL_REDUCTION,
+    client_accuracies,
     eval_model,
     evaluate,
-    local_accuracy,
     logits,
     score,
 )
@@ -92,7 +92,7 @@ def test_local_accuracy_equals_a_loop_over_clients(policy):
     updates = updates_of(setup, state)
     assert len({u.client.samples for u in updates}) > 1
     assert any(len(u.client.labels) < 10 for u in updates)
-    own, trained = local_accuracy(setup.task, state, updates)
+    own, trained = client_accuracies(setup.task, state, updates)
     assert own == pytest.approx(
         slow_local_accuracy(setup, state, updates, as_trained=False), abs=1e-9
     )
@@ -106,7 +106,7 @@ def test_local_accuracy_with_norms_equals_a_loop():
     data = "synthetic(shape=(3, 8, 8), samples=12, test_size=60, skew=0.7)"
     setup, state = uneven("wide_resnet(depth=10, widen=1)", dataset=data, partition="iid")
     updates = updates_of(setup, state)
-    own, trained = local_accuracy(setup.task, state, updates)
+    own, trained = client_accuracies(setup.task, state, updates)
     assert own == pytest.approx(
         slow_local_accuracy(setup, state, updates, as_trained=False), abs=1e-9
     )
@@ -119,7 +119,7 @@ def test_local_accuracy_leaves_out_clients_without_test_samples():
     setup, state = uneven()
     updates = updates_of(setup, state)
     stranger = replace(updates[0], client=replace(updates[0].client, labels=(77,), samples=10**6))
-    assert local_accuracy(setup.task, state, [*updates, stranger]) == local_accuracy(
+    assert client_accuracies(setup.task, state, [*updates, stranger]) == client_accuracies(
         setup.task, state, updates
     )
 

@@ -20,7 +20,7 @@ from fedcover.flower.payloads import (
 )
 from fedcover.log import log
 from fedcover.models.meta_device import build_on_meta_or_cpu
-from fedcover.models.norms import running
+from fedcover.models.norms import running_statistics
 from fedcover.submodels.build import load_tensors, submodel
 from fedcover.types import Model
 
@@ -64,7 +64,7 @@ def _load_submodel(client_task: ClientTask, request: TaskRequest, model: Model) 
     """Build the module of a node's part, with the norm statistics that the server sent."""
     params = {name: p.detach() for name, p in model.module.named_parameters()}
     reduction = decode_reduction(client_task.encoded, model)
-    statistics = running(model.module)
+    statistics = running_statistics(model.module)
     expected = {"params": expected_part(reduction, params)}
     if statistics:
         expected["statistics"] = expected_part(reduction, statistics)

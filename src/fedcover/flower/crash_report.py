@@ -67,9 +67,9 @@ def report_killed(**address: Any) -> None:
     import httpx  # not before it is needed
 
     from fedcover.flower.private_api import SuperLinkAddress
-    from fedcover.flower.status import LOG_PREFIX, State, announcement
+    from fedcover.flower.status import LOG_PREFIX, ServerState, announcement
 
-    line = announcement(State.FAILED, KILLED)
+    line = announcement(ServerState.FAILED, KILLED)
     try:
         SuperLinkAddress(**address).mark_failed(KILLED, [f"{LOG_PREFIX}{line}\n"])
     except httpx.HTTPError as error:  # the SuperLink has ended, or has ended the run itself

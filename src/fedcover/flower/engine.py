@@ -226,18 +226,20 @@ class NodeTraining:
             self._record_event(round, "rejected", node, None, why)
         updates = []
         for client in pending_tasks:
-            update = self._accept_update(node, result_of_client.get(client))
-            if isinstance(update, str):
-                self._record_event(round, "rejected", node, client, update)
+            update = self._accept_update(node, client, result_of_client.get(client))
+            if isinstance(update, Rejection):
+                self._record_event(round, "rejected", node, client, str(update))
             else:
                 self._record_event(round, "answered", node, client)
                 updates.append(update)
         return updates
 
-    def _accept_update(self, node: int, result: ClientResult | None) -> Update | str:
+    def _accept_update(
+        self, node: int, client: int, result: ClientResult | None
+    ) -> Update | Rejection:
         """Return the update of one client, or why there is none."""
         if result is None:
-            return "its node did not answer for it"
+            return Rejection(client, "", "its node did not answer for it")
         if result.error:  # the node may have come back with less memory or data
             self.node_registry.to_be_queried.add(node)
         return validate_result(result, self.ledger)
@@ -258,17 +260,15 @@ def _check_recipe(task: Task, state: State, work: ClientParts) -> None:
         task.recipe.start(Assignment(task, state, client, reduction), params)
 
 
-def validate_result(result: ClientResult, ledger: TaskLedger) -> Update | str:
-    """Return the update in one client's result, or the reason to reject it."""
+def validate_result(result: ClientResult, ledger: TaskLedger) -> Update | Rejection:
+    """Return the update in one client's result, or why it is rejected."""
     if result.error:
-        return f"its node says: '{printable(result.error)[:300]}'"
+        detail = f"its node says: '{printable(result.error)[:300]}'"
+        return Rejection(result.client, "", detail)
     names = ledger.expected_names(result.nonce)
     try:
         arrays = {} if names is None else unpack_arrays(result.payload, names)
     except (InvalidValue, InvalidReply) as error:
-        return str(error)
+        return Rejection(result.client, "", str(error))
     raw = RawReply(result.nonce, result.client, arrays, {"loss": result.loss})
-    update = ledger.receive(raw)
-    if isinstance(update, Rejection):
-        return f"{update.reason}: {update.detail}"
-    return update
+    return ledger.receive(raw)

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedcover.errors import RunError
 from fedcover.flower.crash_report import KILLED
 from fedcover.flower.status import (
-    State,
+    ServerState,
     last_announcement,
     read_announcement,
     read_status,
@@ -85,7 +85,7 @@ def check_finished(launch: Launch) -> None:
     if status is None or not status.is_final:
         end = text[-2000:].strip()
         raise RunError(f"the run on Flower did not finish; the end of its log:\n{end}")
-    if status.state != State.FINISHED:
+    if status.state != ServerState.FINISHED:
         raise RunError(status.message)
 
 
@@ -110,12 +110,12 @@ def stream_log(command: list[str], environment: dict[str, str]) -> None:
             for content in streaming.stdout:
                 line = content.decode(errors="replace")
                 outcome = read_announcement(line) or outcome
-                if outcome is None or outcome.state == State.FINISHED:
+                if outcome is None or outcome.state == ServerState.FINISHED:
                     print(line, end="", flush=True)
         except BaseException:
             streaming.terminate()  # or it would stream on, with nobody to read it
             raise
     if outcome is None:
         raise RunError("the run on Flower did not finish; its log is above")
-    if outcome.state != State.FINISHED:
+    if outcome.state != ServerState.FINISHED:
         raise RunError(outcome.message)

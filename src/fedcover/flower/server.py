@@ -20,7 +20,7 @@ from fedcover.flower.node_data import data_requirements
 from fedcover.flower.node_registry import NodeRegistry
 from fedcover.flower.nodes import declared_fleet
 from fedcover.flower.registration import wait_for_nodes
-from fedcover.flower.status import State, StatusFile, announcement, recorded_status
+from fedcover.flower.status import ServerState, StatusFile, announcement, recorded_status
 from fedcover.flower.transport import Transport
 from fedcover.log import log
 from fedcover.runs.api import resume, run
@@ -57,9 +57,9 @@ def _main(grid: Grid, context: Context) -> None:
             recorded_status(Path(settings.folder), settings.launch) as status,
         ):
             _check_trained(serve(grid, settings, status))
-        log.info(announcement(State.FINISHED, settings.folder))
+        log.info(announcement(ServerState.FINISHED, settings.folder))
     except FedcoverError as error:
-        log.error(announcement(State.FAILED, str(error)))
+        log.error(announcement(ServerState.FAILED, str(error)))
         raise
 
 
@@ -95,7 +95,7 @@ def serve(grid: Grid, settings: RunConfig, status: StatusFile) -> Run:
     if settings.resume and not open_fleet:
         node_registry.capacities = required_capacities(experiment)
     pending_lines: list[str] = []
-    status.write(State.WAITING)
+    status.write(ServerState.WAITING)
     _wait_for_nodes(transport, node_registry, pending_lines, settings)
     if not settings.resume:
         experiment = with_declared_capacities(experiment, node_registry)
@@ -110,7 +110,7 @@ def serve(grid: Grid, settings: RunConfig, status: StatusFile) -> Run:
     )
     event_log = EventLog(folder / "events.jsonl", pending_lines)
     node_training = NodeTraining(transport, node_registry, options, event_log)
-    status.write(State.RUNNING)
+    status.write(ServerState.RUNNING)
     arguments: dict[str, Any] = {
         "machine": Machine("flower", settings.device, settings.threads or None),
         "data": settings.data or None,
@@ -213,7 +213,7 @@ def with_declared_capacities(experiment: Experiment, node_registry: NodeRegistry
 def _watch_round(status: StatusFile, report: RoundReport) -> None:
     """Record and log a round, and release the memory that it has used."""
     status.rounds = report.round + 1
-    status.write(State.RUNNING)
+    status.write(ServerState.RUNNING)
     names = ("accuracy", "gamma_round", *UNANSWERED)
     metrics = {name: report.metrics[name] for name in names if name in report.metrics}
     log.info("round %d: %s", report.round + 1, metrics)

@@ -9,7 +9,7 @@ from fedcover.flower.payloads import (
     scatter_kept,
     unpack_sections,
 )
-from fedcover.models.norms import running, statistics_key
+from fedcover.models.norms import running_statistics, statistics_key
 from fedcover.server.safetensors_codec import pack_arrays, unpack_arrays
 from fedcover.submodels.reductions import without_masks
 from fedcover.tensors import to_device
@@ -47,7 +47,7 @@ def state_from_payload(
     module = task.model.module
     params = {name: p.detach() for name, p in module.named_parameters()}
     key = statistics_key(task.norm, client.capacity)
-    statistics = running(module) if key else {}
+    statistics = running_statistics(module) if key else {}
     measured = _measured_params(payload, params)
     uncut = without_masks(reduction)
     expected = {

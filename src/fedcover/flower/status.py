@@ -25,7 +25,7 @@ from fedcover.log import log
 FILE_NAME, LOCK_NAME = "status.json", ".status-lock"
 
 
-class State(StrEnum):
+class ServerState(StrEnum):
     """What a server is doing, or how its run ended."""
 
     STARTING = "starting"
@@ -36,9 +36,9 @@ class State(StrEnum):
     FINISHED = "finished"
 
 
-FINAL_STATES = (State.STOPPED, State.FAILED, State.FINISHED)
+FINAL_STATES = (ServerState.STOPPED, ServerState.FAILED, ServerState.FINISHED)
 
-_ANNOUNCEMENTS = {State.FINISHED: "finished: ", State.FAILED: "stopped: "}
+_ANNOUNCEMENTS = {ServerState.FINISHED: "finished: ", ServerState.FAILED: "stopped: "}
 """How the server logs an outcome."""
 LOG_PREFIX = "fedcover: "
 """How a line of our log begins."""
@@ -57,7 +57,7 @@ class Status:
         time: When this was written, in seconds since 1970.
     """
 
-    state: State
+    state: ServerState
     rounds: int = 0
     message: str = ""
     launch: str = ""
@@ -81,7 +81,7 @@ class StatusFile:
     launch: str = ""
     rounds: int = 0
 
-    def write(self, state: State, message: str = "") -> None:
+    def write(self, state: ServerState, message: str = "") -> None:
         """Replace the status.
 
         If it cannot be written, it is removed: none is better than an old one. The run goes on.
@@ -109,20 +109,22 @@ def recorded_status(folder: Path, launch: str) -> Iterator[StatusFile]:
         raise RunError(f"cannot create the run folder {folder}: {error.strerror}") from error
     with locks.lock_folder(folder, LOCK_NAME):
         status = StatusFile(folder, launch)
-        status.write(State.STARTING)
+        status.write(ServerState.STARTING)
         try:
             yield status
         except FedcoverError as error:
-            status.write(State.FAILED, str(error))
+            status.write(ServerState.FAILED, str(error))
             raise
         except Exception as error:
-            status.write(State.FAILED, f"an unexpected error: {type(error).__name__}: {error}")
+            status.write(
+                ServerState.FAILED, f"an unexpected error: {type(error).__name__}: {error}"
+            )
             raise
         except BaseException:
-            status.write(State.STOPPED, "the server was told to stop")
+            status.write(ServerState.STOPPED, "the server was told to stop")
             raise
         else:
-            status.write(State.FINISHED)
+            status.write(ServerState.FINISHED)
         finally:
             if not launch:
                 remove_lone_status(folder)
@@ -135,10 +137,10 @@ def remove_lone_status(folder: Path) -> None:
             shutil.rmtree(folder)
 
 
-def announcement(state: State, message: str) -> str:
+def announcement(state: ServerState, message: str) -> str:
     """Return the message with which a server logs an outcome.
 
-    >>> announcement(State.FAILED, "no room")
+    >>> announcement(ServerState.FAILED, "no room")
     'stopped: no room'
     """
     return _ANNOUNCEMENTS[state] + message
@@ -151,7 +153,7 @@ def read_status(folder: Path, launch: str) -> Status | None:
     """Return the status of a launch; None if there is no readable one."""
     try:
         fields = json.loads(disk.read_bytes(folder / FILE_NAME))
-        status = Status(**{**fields, "state": State(fields["state"])})
+        status = Status(**{**fields, "state": ServerState(fields["state"])})
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     return status if status.launch == launch else None

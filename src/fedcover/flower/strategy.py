@@ -38,7 +38,7 @@ from fedcover.flower.strategy_training import (
 )
 from fedcover.flower.transport import Transport
 from fedcover.log import log
-from fedcover.models.norms import calibrate, running
+from fedcover.models.norms import calibrate, running_statistics
 from fedcover.policies import as_policy, policy_from_spec
 from fedcover.runs import checkpoints
 from fedcover.server.aggregation import WEIGHTS
@@ -260,7 +260,7 @@ class CoverageStrategy(Strategy):
         parts = self.policy(self._build_view(round, cohort, node_of_partition, params))
         # evaluation returns metrics, no tensors
         self._max_bytes.update(dict.fromkeys(node_of_partition.values(), 0))
-        calibration = self.calibration if running(self.model.module) else None
+        calibration = self.calibration if running_statistics(self.model.module) else None
         messages = []
         for client, part in zip(cohort, parts, strict=True):
             if part is not None:
@@ -342,7 +342,7 @@ class CoverageStrategy(Strategy):
         return params
 
     def _lacks_calibration(self) -> bool:
-        return bool(running(self.model.module)) and self.calibration is None
+        return bool(running_statistics(self.model.module)) and self.calibration is None
 
     def _initial_params(self) -> Params:
         return module_params(self.model.module)

@@ -17,7 +17,7 @@ from fedcover.flower.client_evaluation import (
 )
 from fedcover.flower.messages import EVALUATE, ClientTask, TaskRequest, request_message
 from fedcover.flower.payloads import encode_reduction, gather_kept, prefix_names
-from fedcover.models.norms import calibrate, running
+from fedcover.models.norms import calibrate, running_statistics
 from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.submodels.build import submodel
 from fedcover.submodels.unit_groups import groups_to_json
@@ -41,7 +41,7 @@ def evaluation_message(
     sections = {"params": gather_kept(reduction, reduction.extract(params))}
     if calibration is not None:
         module = calibrate(submodel(model.module, reduction, params), calibration)
-        sections["statistics"] = running(module)
+        sections["statistics"] = running_statistics(module)
     request = TaskRequest(
         round=round,
         lr=0.0,

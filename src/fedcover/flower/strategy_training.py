@@ -16,6 +16,7 @@ from fedcover.flower.messages import ClientTask, TaskRequest, read_results, requ
 from fedcover.flower.node_data import MAX_SAMPLES
 from fedcover.flower.payloads import encode_reduction, gather_kept, prefix_names
 from fedcover.server.reply_format import PendingTask
+from fedcover.server.reply_validation import Rejection
 from fedcover.server.safetensors_codec import pack_arrays
 from fedcover.server.task_ledger import TaskLedger
 from fedcover.submodels.unit_groups import groups_to_json
@@ -71,29 +72,32 @@ def read_updates(
     updates: list[Update] = []
     for reply in replies:
         result = _read_update(reply, ledger)
-        if isinstance(result, str):
-            on_reject(result)
+        if isinstance(result, Rejection):
+            on_reject(str(result))
         else:
             updates.append(result)
     return sorted(updates, key=lambda update: update.client.id)
 
 
-def _read_update(reply: Message, ledger: TaskLedger) -> Update | str:
-    """Return the update in a node's reply, or the reason to reject it."""
+def _read_update(reply: Message, ledger: TaskLedger) -> Update | Rejection:
+    """Return the update in a node's reply, or why it is rejected."""
     if reply.has_error():
-        return f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
+        detail = f"error {reply.error.code}: {str(reply.error.reason)[:300]!a}"
+        return Rejection(None, "", detail)
     try:
         results = read_results(reply)
     except InvalidValue as error:
-        return str(error)
+        return Rejection(None, "", str(error))
     if len(results) != 1:
-        return f"{len(results)} answers, where one was expected"
-    update = validate_result(results[0], ledger)
-    if isinstance(update, str):
+        return Rejection(None, "", f"{len(results)} answers, where one was expected")
+    result = results[0]
+    update = validate_result(result, ledger)
+    if isinstance(update, Rejection):
         return update
-    samples = results[0].samples
+    samples = result.samples
     if not 1 <= samples <= MAX_SAMPLES:
-        return f"num-examples must be in 1..{MAX_SAMPLES}; got {samples}"
+        detail = f"num-examples must be in 1..{MAX_SAMPLES}; got {samples}"
+        return Rejection(result.client, "", detail)
     return replace(update, client=replace(update.client, samples=samples))
 
 

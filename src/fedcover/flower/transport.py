@@ -41,6 +41,12 @@ CONNECTION_CHECK = 3.0
 """Seconds between two checks of which nodes are still connected."""
 PROBE = 20.0
 """Seconds after which a node that has not answered is asked whether it still works."""
+BYTES_PER_RECORD_BYTE = 16
+"""A large reply may have one byte that is not a tensor's for so many bytes of its limit.
+
+The report grows with the clients of a node, but Python needs much more memory for it than for
+tensors.
+"""
 RESTARTED = "the node was restarted and has lost its task"
 
 
@@ -105,7 +111,7 @@ class Transport:
             idle_nodes = self._find_idle_nodes(probes, pending.values())
             for message_id, node in list(pending.items()):
                 is_query = messages[node].metadata.message_type == QUERY
-                max_record_bytes = 0 if is_query else max_bytes[node] // 16
+                max_record_bytes = 0 if is_query else max_bytes[node] // BYTES_PER_RECORD_BYTE
                 reply = self._receive_reply(
                     message_id, partial_replies, max_bytes[node], deadline, max_record_bytes
                 )

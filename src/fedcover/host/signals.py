@@ -60,7 +60,7 @@ def exit_code(error: BaseException) -> int | None:
     return 128 + _last[0] if _last else None
 
 
-def quietly() -> None:
+def exit_quietly_on_signals() -> None:
     """Let signals end the program at once, without output: while it imports, nothing is lost."""
     for number in _unhandled():
         signal.signal(number, _exit_at_once)

@@ -170,7 +170,7 @@ def _wait(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> None:
 def run_worker(function: str) -> None:
     """Do the job of this process, from start to exit."""
     orphans.end_with_parent()
-    signals.quietly()
+    signals.exit_quietly_on_signals()
     message_stream = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a module prints must not get between the messages
 

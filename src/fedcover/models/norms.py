@@ -35,7 +35,7 @@ def statistics_key(norm: str, capacity: float) -> str | None:
     return {"tracked": "all", "per-width": f"{capacity:.12g}"}.get(norm)
 
 
-def running(module: nn.Module) -> Params:
+def running_statistics(module: nn.Module) -> Params:
     """Return the running statistics of a module's batch norms by name."""
     return {
         f"{path}.{leaf}": getattr(layer, leaf).detach()

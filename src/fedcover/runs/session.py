@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fedcover.errors import RunError
-from fedcover.models.norms import running
+from fedcover.models.norms import running_statistics
 from fedcover.runs import checkpoints, released_rounds
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.metrics_log import Metrics
@@ -189,7 +189,7 @@ def _mismatch_of_extras(state: State, module: torch.nn.Module) -> str:
         if not shapes_by_name(measured).items() <= param_shapes.items():
             return f"measurements {key!r} are not of this model's parameters"
     for key, statistics in state.statistics.items():
-        if shapes_by_name(statistics) != shapes_by_name(running(module)):
+        if shapes_by_name(statistics) != shapes_by_name(running_statistics(module)):
             return f"statistics {key!r} is not of this model"
     for key, slots in state.server.items():
         if shapes_by_name(slots) != param_shapes:

@@ -19,7 +19,7 @@ from fedcover.log import warn_once
 from fedcover.registry import is_import_path
 from fedcover.server.aggregation import RULES, SUMMABLE_RULES, UNWEIGHTED_RULES, WeightedUpdate
 from fedcover.server.averaging import RateSchedule
-from fedcover.server.optimizers import AggregatedTensor, OptimizerState, ServerStep
+from fedcover.server.optimizers import AggregatedTensor, OptimizerMemory, ServerStep
 from fedcover.tensors import clone
 from fedcover.types import Assignment, Batch, Carry, Forward, Outcome, Params, Recipe, Rule
 
@@ -88,18 +88,18 @@ class _CheckedStep:
     def __init__(self, subject: str, step: ServerStep) -> None:
         self._subject = subject
         self._step = step
-        self._slots: set[str] | None = None  # the names in the optimiser's state
+        self._memory_names: set[str] | None = None
 
     def __call__(
-        self, tensor: AggregatedTensor, memory: OptimizerState
-    ) -> tuple[Tensor, OptimizerState]:
+        self, tensor: AggregatedTensor, memory: OptimizerMemory
+    ) -> tuple[Tensor, OptimizerMemory]:
         """Call the step with copies and check its result."""
         result = self._step(
             AggregatedTensor(tensor.old.clone(), tensor.new.clone(), tensor.where.clone()),
             clone(memory),
         )
         moved, new_memory = self._unpack(result)
-        self._check_slots(memory, new_memory)
+        self._check_memory(memory, new_memory)
         tensors = {"tensor": moved, **new_memory}
         check_tensors(self._subject, tensors, dict.fromkeys(tensors, tensor.old))
         if not all(bool(values.isfinite().all()) for values in (moved, *new_memory.values())):
@@ -108,7 +108,7 @@ class _CheckedStep:
             )
         return moved, new_memory
 
-    def _unpack(self, result: Any) -> tuple[Tensor, OptimizerState]:
+    def _unpack(self, result: Any) -> tuple[Tensor, OptimizerMemory]:
         if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict):
             return result
         raise InvalidValue(
@@ -116,11 +116,11 @@ class _CheckedStep:
             f"got {describe_value(result)}"
         )
 
-    def _check_slots(self, memory: OptimizerState, new_memory: OptimizerState) -> None:
-        expected = set(memory) or self._slots
+    def _check_memory(self, memory: OptimizerMemory, new_memory: OptimizerMemory) -> None:
+        expected = set(memory) or self._memory_names
         if expected is None:
             expected = set(new_memory)
-        self._slots = expected
+        self._memory_names = expected
         if set(new_memory) != expected or "" in new_memory:
             raise InvalidValue(
                 f"{self._subject} must remember {sorted(expected)} of every tensor; "

@@ -88,7 +88,7 @@ def evaluate(
     reduction: Reduction = FULL_REDUCTION,
     capacity: float = 1.0,
     process_group: ProcessGroup = SINGLE_PROCESS,
-    global_model: "GlobalModel | None" = None,
+    global_module: "ReusedGlobalModule | None" = None,
 ) -> Score:
     """Score the global model, or a client's part of it.
 
@@ -100,21 +100,21 @@ def evaluate(
         reduction: the part of the model; by default all of it.
         capacity: the capacity whose norm statistics are used.
         process_group: the processes that share the samples.
-        global_model: the module that the run reuses for its global model, if it has one.
+        global_module: the module that the run reuses for its global model, if it has one.
     """
     if mode == "batch-compat":
         # The score depends on the batches, so every process evaluates all of them.
         model = eval_model(task, state, reduction, capacity, mode)
         return score(logits(model, samples.x, COMPAT_BATCH), samples.y)
     if reduction is FULL_REDUCTION:
-        model = (global_model or GlobalModel()).load(task, state)
+        model = (global_module or ReusedGlobalModule()).load(task, state)
     else:
         model = eval_model(task, state, reduction, capacity)
     local_rows = process_group.local_slice(len(samples))
     return score(logits(model, samples.x[local_rows]), samples.y[local_rows], process_group)
 
 
-def local_accuracy(
+def client_accuracies(
     task: Task,
     state: State,
     updates: Sequence[Update],
@@ -193,7 +193,7 @@ def _trained_model(task: Task, update: Update) -> nn.Module:
 
 
 @dataclass(slots=True, eq=False)
-class GlobalModel:
+class ReusedGlobalModule:
     """The module in which a run evaluates its global model, round after round.
 
     It is reused unless it is large, since building one takes as long as evaluating it.

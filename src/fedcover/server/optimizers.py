@@ -1,8 +1,8 @@
 """Server optimisers: how the server moves the model towards the aggregated parameters.
 
 An optimiser is a function of its options that returns a `ServerStep`. The step gets one parameter
-at a time, and the tensors that it returned for this parameter after the round before (its slots).
-The slots are part of a run's state and of its checkpoints. To add an optimiser, add it to
+at a time, and its memory: the tensors that it returned for this parameter after the round before.
+The memory is part of a run's state and of its checkpoints. To add an optimiser, add it to
 `SERVERS`.
 """
 
@@ -27,11 +27,11 @@ class AggregatedTensor:
     where: Tensor
 
 
-OptimizerState = dict[str, Tensor]
-"""What an optimiser remembers of one parameter, by slot; empty in the first round."""
+OptimizerMemory = dict[str, Tensor]
+"""What an optimiser remembers of one parameter, by name; empty in the first round."""
 
-ServerStep = Callable[[AggregatedTensor, OptimizerState], tuple[Tensor, OptimizerState]]
-"""Returns the new parameter and the new slots. The names of the slots must never change."""
+ServerStep = Callable[[AggregatedTensor, OptimizerMemory], tuple[Tensor, OptimizerMemory]]
+"""Returns the new parameter and the new memory. The names in the memory must never change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ class ElementwiseStep:
     step: ServerStep
 
     def __call__(
-        self, tensor: AggregatedTensor, memory: OptimizerState
-    ) -> tuple[Tensor, OptimizerState]:
+        self, tensor: AggregatedTensor, memory: OptimizerMemory
+    ) -> tuple[Tensor, OptimizerMemory]:
         """Apply the step."""
         return self.step(tensor, memory)
 
 
 _PARAMS = ""
-"""Names the new parameter among the results of a step; no slot may have this name."""
+"""Names the new parameter among the results of a step; no name in the memory may be this."""
 
 
 def apply_server_step(
@@ -69,22 +69,23 @@ def apply_server_step(
         old: the parameters before the round.
         averaged: the parameters that the aggregation rule returned.
         counts: how many clients trained each entry.
-        memory: the optimiser's slots, each with one tensor per parameter.
+        memory: the optimiser's memory: by name, one tensor per parameter.
         uncovered: what becomes of entries that nobody trained; a key of `UNCOVERED`.
 
     Returns:
-        The new parameters, and the new slots.
+        The new parameters, and the new memory.
     """
 
     def step_one(
-        old_tensor: Tensor, new_tensor: Tensor, count: Tensor, *slot_tensors: Tensor
+        old_tensor: Tensor, new_tensor: Tensor, count: Tensor, *memory_tensors: Tensor
     ) -> dict[str, Tensor]:
         where = count > 0
-        slots = dict(zip(memory, slot_tensors, strict=True))
-        moved, new_slots = step(AggregatedTensor(old_tensor, new_tensor, where), slots)
+        tensor_memory = dict(zip(memory, memory_tensors, strict=True))
+        tensor = AggregatedTensor(old_tensor, new_tensor, where)
+        moved, new_memory = step(tensor, tensor_memory)
         return {
             _PARAMS: torch.where(where, moved, UNCOVERED[uncovered](old_tensor)),
-            **new_slots,
+            **new_memory,
         }
 
     trees = [old, averaged, counts, *memory.values()]
@@ -112,7 +113,7 @@ def server_momentum(*, lr: float = 1.0, beta: float = 0.9) -> ServerStep:
             f"server momentum: lr must be above 0 and beta in [0, 1); got {lr:g} and {beta:g}"
         )
 
-    def step(tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
+    def step(tensor: AggregatedTensor, memory: OptimizerMemory) -> tuple[Tensor, OptimizerMemory]:
         old_velocity = memory.get("velocity", torch.zeros_like(tensor.old))
         new_velocity = beta * old_velocity + (tensor.new - tensor.old)
         velocity = torch.where(tensor.where, new_velocity, old_velocity)
@@ -132,7 +133,7 @@ def server_adam(
             f"got {lr:g}, {tau:g}, {beta1:g} and {beta2:g}"
         )
 
-    def step(tensor: AggregatedTensor, memory: OptimizerState) -> tuple[Tensor, OptimizerState]:
+    def step(tensor: AggregatedTensor, memory: OptimizerMemory) -> tuple[Tensor, OptimizerMemory]:
         change = tensor.new - tensor.old
         first = memory.get("first", torch.zeros_like(tensor.old))
         second = memory.get("second", torch.full_like(tensor.old, tau**2))

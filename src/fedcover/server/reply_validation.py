@@ -51,11 +51,17 @@ MAX_METRIC = float(np.finfo(np.float32).max)
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A rejected reply: a reason from `REJECTION_REASONS`, and a detail that is safe to log."""
+    """A rejected reply: a reason from `REJECTION_REASONS`, and a detail that is safe to log.
+
+    The reason is empty if no array was validated; the detail then says all.
+    """
 
     client: int | None
     reason: str
     detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}" if self.reason else self.detail
 
 
 def validate_reply(raw: RawReply, task: PendingTask) -> Update | Rejection:

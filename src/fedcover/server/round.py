@@ -21,7 +21,7 @@ import torch
 
 from fedcover.errors import InvalidValue
 from fedcover.fleet import drops_out
-from fedcover.models.norms import running, statistics_key
+from fedcover.models.norms import running_statistics, statistics_key
 from fedcover.policies.base import check_reductions, deduplicate
 from fedcover.server.aggregation import WEIGHTS
 from fedcover.server.averaging import update_average
@@ -160,7 +160,7 @@ def _initial_statistics(setup: Setup, capacities: Iterable[float]) -> dict[str, 
     keys = dict.fromkeys(statistics_key(setup.task.norm, capacity) for capacity in capacities)
     module = setup.task.model.module
     return {
-        key: {name: tensor.clone() for name, tensor in running(module).items()}
+        key: {name: tensor.clone() for name, tensor in running_statistics(module).items()}
         for key in keys
         if key
     }
@@ -192,7 +192,7 @@ def finish_round(
         aggregated = _with_average(setup, aggregate(setup, state, ordered))
         new_state = apply_growth(setup, aggregated, pending.cohort)
     with clock("evaluation"):
-        scores = score_global_model(setup, new_state, cache.global_model)
+        scores = score_global_model(setup, new_state, cache.global_module)
     # Scores are read below, so that a GPU can evaluate while the CPU measures.
     with clock("measuring"):
         metrics = measure_round(setup, state, new_state, pending.cohort, ordered, cache.accountant)
@@ -200,7 +200,7 @@ def finish_round(
         for name, score in scores.items():
             metrics[name.format("accuracy")] = score.accuracy
             metrics[name.format("loss")] = score.loss
-        metrics |= score_other_models(setup, new_state, ordered, cache.global_model)
+        metrics |= score_other_models(setup, new_state, ordered, cache.global_module)
     metrics |= setup.engine.round_metrics()
     metrics["seconds"] = clock.seconds
     return new_state, RoundReport(state.round, metrics)
@@ -309,7 +309,7 @@ def apply_growth(setup: Setup, state: State, cohort: tuple[Client, ...]) -> Stat
     if transform is None:
         return state
     statistics = {key: transform(tensors) for key, tensors in state.statistics.items()}
-    server = {slot: transform(tensors) for slot, tensors in state.server.items()}
+    server = {name: transform(tensors) for name, tensors in state.server.items()}
     average = {key: transform(params) for key, params in state.average.items()}
     return replace(
         state,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from fedcover.server.cohort import privacy_accountant
-from fedcover.server.evaluation import GlobalModel
+from fedcover.server.evaluation import ReusedGlobalModule
 from fedcover.server.privacy import PrivacyAccountant
 from fedcover.server.round_setup import Setup
 from fedcover.submodels.reductions import Slices
@@ -18,12 +18,12 @@ class RoundCache:
     Attributes:
         accountant: Counts the privacy loss; None without privacy.
         slices: The slices of the last round by their encoding, so that equal ones are reused.
-        global_model: The module in which the global model is evaluated.
+        global_module: The module in which the global model is evaluated.
     """
 
     accountant: PrivacyAccountant | None
     slices: dict[bytes, Slices] = field(default_factory=dict)
-    global_model: GlobalModel = field(default_factory=GlobalModel)
+    global_module: ReusedGlobalModule = field(default_factory=ReusedGlobalModule)
 
     @classmethod
     def of(cls, setup: Setup) -> "RoundCache":

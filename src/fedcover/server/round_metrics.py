@@ -8,7 +8,7 @@ from typing import Any
 from fedcover.server.averaging import with_averaged_params
 from fedcover.server.clipping import change
 from fedcover.server.cohort import reduction_for_capacity
-from fedcover.server.evaluation import GlobalModel, Score, evaluate, local_accuracy
+from fedcover.server.evaluation import ReusedGlobalModule, Score, client_accuracies, evaluate
 from fedcover.server.privacy import PrivacyAccountant
 from fedcover.server.round_setup import Setup
 from fedcover.submodels import coverage as cov
@@ -98,7 +98,9 @@ def _costs(params: Params, updates: Sequence[Update], uses: Mapping[str, int]) -
     return [costs[id(update.sent), id(update.trained)] for update in updates]
 
 
-def score_global_model(setup: Setup, state: State, global_model: GlobalModel) -> dict[str, Score]:
+def score_global_model(
+    setup: Setup, state: State, global_module: ReusedGlobalModule
+) -> dict[str, Score]:
     """Score the global model on the test and validation samples if an evaluation is due.
 
     Returns:
@@ -118,7 +120,7 @@ def score_global_model(setup: Setup, state: State, global_model: GlobalModel) ->
     options: dict[str, Any] = {
         "mode": setup.experiment.evaluation,
         "process_group": setup.process_group,
-        "global_model": global_model,
+        "global_module": global_module,
     }
     scores = {}
     for suffix, model_state in state_by_suffix.items():
@@ -128,7 +130,7 @@ def score_global_model(setup: Setup, state: State, global_model: GlobalModel) ->
 
 
 def score_other_models(
-    setup: Setup, state: State, updates: Sequence[Update], global_model: GlobalModel
+    setup: Setup, state: State, updates: Sequence[Update], global_module: ReusedGlobalModule
 ) -> dict[str, float]:
     """Score the common, single-device and local models in the rounds in which these are due.
 
@@ -140,15 +142,15 @@ def score_other_models(
     )
     if not is_last_round and not is_due:
         return {}
-    scores = evaluate_common_and_single(setup, state, global_model)
-    local_scores = local_accuracy(setup.task, state, updates, setup.process_group)
+    scores = evaluate_common_and_single(setup, state, global_module)
+    local_scores = client_accuracies(setup.task, state, updates, setup.process_group)
     if local_scores is not None:
         scores["accuracy_local"], scores["accuracy_trained"] = local_scores
     return scores
 
 
 def evaluate_common_and_single(
-    setup: Setup, state: State, global_model: GlobalModel
+    setup: Setup, state: State, global_module: ReusedGlobalModule
 ) -> dict[str, float]:
     """Score the common model and the largest sub-model that a single device can hold.
 
@@ -158,7 +160,7 @@ def evaluate_common_and_single(
     options: dict[str, Any] = {
         "mode": setup.experiment.evaluation,
         "process_group": setup.process_group,
-        "global_model": global_model,
+        "global_module": global_module,
     }
     capacity = max(setup.fleet.levels)
     common = replace(state, params=cov.covered_only(state.params, state.coverage))

@@ -49,17 +49,17 @@ def worst_case(rounds: Sequence[RoundQuantities]) -> tuple[int, int, float]:
 def printed_one(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
     """Theorem 1 as printed: G_0/sqrt(Q) + V_0/(T sqrt(Q)) + H_0/Q + I_0/Gamma * mean |theta|^2."""
     clients, gamma, _ = worst_case(rounds)
-    length, steps = constants.smoothness, constants.steps.count
+    smoothness, steps = constants.smoothness, constants.steps.count
     root = math.sqrt(constants.rounds)
     terms = {
         "start": 4 * constants.start / root,
-        "variance": 6 * length * clients * constants.variance / gamma**2 / (steps * root),
-        "drift": 2 * length**2 * clients * constants.gradient / gamma / constants.rounds,
+        "variance": 6 * smoothness * clients * constants.variance / gamma**2 / (steps * root),
+        "drift": 2 * smoothness**2 * clients * constants.gradient / gamma / constants.rounds,
         "noise": _printed_noise(constants, rounds),
     }
     lr = largest_lr(rounds)
     conditions = (
-        Condition("learning rate <= 1/(6 L T)", 1 / (6 * length * steps), lr),
+        Condition("learning rate <= 1/(6 L T)", 1 / (6 * smoothness * steps), lr),
         Condition("learning rate <= 1/(T sqrt(Q))", 1 / (steps * root), lr),
     )
     return Bound("Theorem 1 as printed", terms, conditions, left_side(rounds))
@@ -71,19 +71,19 @@ def printed_two(constants: Constants, rounds: Sequence[RoundQuantities]) -> Boun
     K regions of parameters are trained by different sets of clients.
     """
     clients, gamma, _ = worst_case(rounds)
-    length, steps = constants.smoothness, constants.steps.count
+    smoothness, steps = constants.smoothness, constants.steps.count
     root = math.sqrt(steps * constants.rounds)
     regions = max(r.regions for r in rounds)
-    variance_0 = 6 * length * clients * constants.variance / gamma**2
+    variance_0 = 6 * smoothness * clients * constants.variance / gamma**2
     terms = {
         "start": 4 * constants.start / root,
-        "variance in G_1": 6 * length * regions * constants.variance / root,
+        "variance in G_1": 6 * smoothness * regions * constants.variance / root,
         "variance in V_0": variance_0 / math.sqrt(constants.rounds),
         "noise": _printed_noise(constants, rounds),
     }
     lr = largest_lr(rounds)
     conditions = (
-        Condition("learning rate <= 1/(6 L T)", 1 / (6 * length * steps), lr),
+        Condition("learning rate <= 1/(6 L T)", 1 / (6 * smoothness * steps), lr),
         Condition("learning rate <= 1/sqrt(T Q)", 1 / root, lr),
     )
     return Bound("Theorem 2 as printed", terms, conditions, left_side(rounds))
@@ -115,17 +115,17 @@ def _corrected(
     rounds: Sequence[RoundQuantities],
     variance_factor: Callable[[RoundQuantities], float],
 ) -> Bound:
-    length, steps = constants.smoothness, constants.steps.count
+    smoothness, steps = constants.smoothness, constants.steps.count
     mean_variance_factor = lr_weighted_mean(rounds, lambda r: r.lr * variance_factor(r))
     mean_drift = lr_weighted_mean(rounds, lambda r: r.lr**2 * r.clients / r.gamma)
     mean_noise = lr_weighted_mean(rounds, lambda r: sum(r.pruned_energy) / r.gamma)
     terms = {
         "start": 4 * (constants.start - constants.least) / (steps * constants.lr_sum),
-        "variance": 6 * length * constants.variance * mean_variance_factor,
-        "drift": length**2 * steps**2 * constants.gradient * mean_drift,
-        "noise": 3 * length**2 * mean_noise,
+        "variance": 6 * smoothness * constants.variance * mean_variance_factor,
+        "drift": smoothness**2 * steps**2 * constants.gradient * mean_drift,
+        "noise": 3 * smoothness**2 * mean_noise,
     }
-    allowed = 1 / (6 * length * steps)
+    allowed = 1 / (6 * smoothness * steps)
     condition = Condition("learning rate <= 1/(6 L T)", allowed, largest_lr(rounds))
     return Bound(name, terms, (condition,), left_side(rounds))
 
@@ -141,26 +141,26 @@ def sharper(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
 def sharper_biased(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
     """Theorem 1' for clients with different data: adds a bias that no learning rate removes."""
     bound = _sharper("Theorem 1' with data bias", constants, rounds)
-    length, gradient = constants.smoothness, constants.gradient
+    smoothness, gradient = constants.smoothness, constants.gradient
 
     def bias_of(r: RoundQuantities) -> float:
-        gap = gradient_gap(constants, r, smoothness=length, gradient=gradient)
+        gap = gradient_gap(constants, r, smoothness=smoothness, gradient=gradient)
         return _squared_increase(sum(gap), r.bias)
 
     return replace(bound, terms={**bound.terms, "bias": lr_weighted_mean(rounds, bias_of)})
 
 
 def _sharper(name: str, constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
-    length, total = constants.smoothness, constants.steps.total
+    smoothness, total = constants.smoothness, constants.steps.total
     variance = constants.variance * constants.steps.squares
     mean_inverse = lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r))
     terms = {
         "start": 2 * (constants.start - constants.least) / (total * constants.lr_sum),
-        "variance": 2 * length * variance * mean_inverse,
-        **_gaps(constants, rounds, smoothness=length, gradient=constants.gradient),
+        "variance": 2 * smoothness * variance * mean_inverse,
+        **_gaps(constants, rounds, smoothness=smoothness, gradient=constants.gradient),
     }
     condition = Condition(
-        "learning rate <= 1/(2 L S)", 1 / (2 * length * total), largest_lr(rounds)
+        "learning rate <= 1/(2 L S)", 1 / (2 * smoothness * total), largest_lr(rounds)
     )
     return Bound(name, terms, (condition,), left_side(rounds))
 
@@ -170,19 +170,19 @@ def partial_participation(constants: Constants, rounds: Sequence[RoundQuantities
 
     The bias then vanishes on average.
     """
-    length, total = constants.smoothness, constants.steps.total
+    smoothness, total = constants.smoothness, constants.steps.total
     variance = constants.variance * constants.steps.squares
     mean_inverse = lr_weighted_mean(rounds, lambda r: r.lr * squared_inverse(r))
     mean_spread = lr_weighted_mean(rounds, lambda r: r.lr * r.spread)
-    gaps = _gaps(constants, rounds, smoothness=length, gradient=constants.gradient)
+    gaps = _gaps(constants, rounds, smoothness=smoothness, gradient=constants.gradient)
     terms = {
         "start": 8 / 3 * (constants.start - constants.least) / (total * constants.lr_sum),
-        "variance": 16 / 3 * length * variance * mean_inverse,
+        "variance": 16 / 3 * smoothness * variance * mean_inverse,
         **{name: 2 * term for name, term in gaps.items()},
-        "sampling": 8 / 3 * length * total * mean_spread,
+        "sampling": 8 / 3 * smoothness * total * mean_spread,
     }
     condition = Condition(
-        "learning rate <= 1/(8 L S)", 1 / (8 * length * total), largest_lr(rounds)
+        "learning rate <= 1/(8 L S)", 1 / (8 * smoothness * total), largest_lr(rounds)
     )
     return Bound("Partial participation", terms, (condition,), left_side(rounds))
 
@@ -190,15 +190,15 @@ def partial_participation(constants: Constants, rounds: Sequence[RoundQuantities
 def reshuffled(constants: Constants, rounds: Sequence[RoundQuantities]) -> Bound:
     """Theorem R: for any batches in any order; no expectation, no variance, half the condition."""
     total = constants.steps.total
-    length, gradient = constants.batch_smoothness, constants.step_gradient
+    smoothness, gradient = constants.batch_smoothness, constants.step_gradient
 
     def offset_of(r: RoundQuantities) -> float:
-        gap = gradient_gap(constants, r, smoothness=length, gradient=gradient)
+        gap = gradient_gap(constants, r, smoothness=smoothness, gradient=gradient)
         return _squared_increase(sum(gap), r.offset)
 
     terms = {
         "start": 2 * (constants.start - constants.least) / (total * constants.lr_sum),
-        **_gaps(constants, rounds, smoothness=length, gradient=gradient),
+        **_gaps(constants, rounds, smoothness=smoothness, gradient=gradient),
         "offset": lr_weighted_mean(rounds, offset_of),
     }
     condition = Condition(

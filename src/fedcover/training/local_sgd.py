@@ -9,7 +9,7 @@ from torch.func import functional_call
 
 from fedcover.data.augment import AUGMENTATIONS
 from fedcover.errors import InvalidValue, TrainingDiverged
-from fedcover.models.norms import running, statistics_key, use_batch_statistics
+from fedcover.models.norms import running_statistics, statistics_key, use_batch_statistics
 from fedcover.rng import generator, seeded
 from fedcover.submodels.build import submodel
 from fedcover.submodels.partial_params import merge_params
@@ -112,7 +112,7 @@ def build_update(
     if undeclared:
         raise InvalidValue(f"recipe measures {undeclared[0]!r}, which its `measures` do not name")
     tracks_statistics = bool(statistics_key(task.norm, client.capacity))
-    buffers = running(module) if tracks_statistics else {}
+    buffers = running_statistics(module) if tracks_statistics else {}
     return Update(
         client=client,
         sent=reduction,

@@ -32,8 +32,8 @@ from fedcover.training.engines.runners import (
     RUNNER_POOL,
     RunnerCache,
     StepRunner,
-    raise_on_divergence,
     run_steps,
+    updates_or_raise,
 )
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.streams import streams, train_on_streams
@@ -65,7 +65,7 @@ def batched(
             return
         warn_once(f"{reason}, so clients are trained one after another")
         results, alone = [], jobs
-    yield from raise_on_divergence(results)
+    yield from updates_or_raise(results)
     remaining = [(job.assignment.client, job.assignment.reduction) for job in alone]
     yield from sequential(task, state, remaining, lr, precision=precision)
 

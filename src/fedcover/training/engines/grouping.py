@@ -104,9 +104,9 @@ def _group_by_signature(jobs: Sequence[ClientJob], cache: RunnerCache) -> _Clien
     groups: dict[tuple[StepSignature, float], list[ClientInputs]] = defaultdict(list)
     for (part, lr), clients in by_part.items():
         uniform = on_gpu or _fits_uniform_stacks(clients)
-        capacity = None if uniform else _row_capacity(part, clients, cache)
+        row_space = None if uniform else _row_space(part, clients, cache)
         for client in clients:
-            groups[client.signature(capacity or client.rows), lr].append(client)
+            groups[client.signature(row_space or client.rows), lr].append(client)
     return groups
 
 
@@ -121,20 +121,20 @@ def _fits_uniform_stacks(clients: Sequence[ClientInputs]) -> bool:
     return max(row_counts) < clients[0].job.assignment.task.local.batch_size
 
 
-def _row_capacity(part: StepSignature, clients: Sequence[ClientInputs], cache: RunnerCache) -> int:
+def _row_space(part: StepSignature, clients: Sequence[ClientInputs], cache: RunnerCache) -> int:
     """Return how many samples a slot of a ragged stack has space for.
 
     Use the smallest existing stack that fits, otherwise two to four times the current maximum.
     """
     rows = max(client.rows for client in clients)
     stack_size = ragged_stack_size(clients)
-    capacities = []
+    row_spaces = []
     for runner in cache.runners.values():
         signature = runner.workspace.signature
         same_size = runner.workspace.stack_size == stack_size
         if same_size and signature.rows >= rows and replace(signature, rows=0) == part:
-            capacities.append(signature.rows)
-    return min(capacities, default=2 << (rows - 1).bit_length())
+            row_spaces.append(signature.rows)
+    return min(row_spaces, default=2 << (rows - 1).bit_length())
 
 
 def _limit_signatures(

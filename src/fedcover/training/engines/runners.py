@@ -102,7 +102,7 @@ def run_steps(runners: Sequence[StepRunner]) -> None:
             runner.run_step(step)
 
 
-def raise_on_divergence(results: Iterable[JobResult]) -> Iterator[Update]:
+def updates_or_raise(results: Iterable[JobResult]) -> Iterator[Update]:
     """Yield the updates; raise the error of the first client whose training diverged."""
     for _, result in results:
         if isinstance(result, TrainingDiverged):

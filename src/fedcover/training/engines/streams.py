@@ -21,8 +21,8 @@ from fedcover.training.engines.runners import (
     RUNNER_POOL,
     RunnerCache,
     StepRunner,
-    raise_on_divergence,
     run_steps,
+    updates_or_raise,
 )
 from fedcover.training.engines.sequential import sequential
 from fedcover.training.engines.unsupported import UnsupportedByEngine
@@ -48,7 +48,7 @@ def streams(
     num_done = 0
     try:
         results = train_on_streams(jobs, RUNNER_POOL.cache_for(task), precision)
-        for update in raise_on_divergence(results):
+        for update in updates_or_raise(results):
             yield update
             num_done += 1
     except UnsupportedByEngine as reason:

@@ -35,12 +35,12 @@ def fjord(*, widths: tuple[float, ...] = (0.2, 0.4, 0.6, 0.8, 1.0), distil: floa
         raise InvalidValue(f"recipe fjord: distil must be in [0, 1]; got {distil}")
 
     def start(assignment: Assignment, params: Params) -> Carry:
-        levels = client_widths(assignment, widths)
+        level_widths = client_widths(assignment, widths)
         task, round, client = assignment.task, assignment.state.round, assignment.client
         draw = generator(task.seed, "fjord", round, client.id)
-        schedule = torch.randint(len(levels), (assignment.steps,), generator=draw)
+        schedule = torch.randint(len(level_widths), (assignment.steps,), generator=draw)
         schedule = schedule.to(device_of(params))
-        masks = nested_masks(assignment, params, levels)
+        masks = nested_masks(assignment, params, level_widths)
         return masks, schedule, client_norm_statistics(assignment)
 
     def loss(forward: Forward, params: Params, batch: Batch, carry: Carry) -> Tensor:
@@ -83,7 +83,7 @@ def client_widths(assignment: Assignment, widths: tuple[float, ...]) -> list[flo
     return sorted(width for width in set(widths) if width <= client_width + 1e-9) or [client_width]
 
 
-def nested_masks(assignment: Assignment, params: Params, levels: list[float]) -> Params:
+def nested_masks(assignment: Assignment, params: Params, level_widths: list[float]) -> Params:
     """Return the masks of all levels, stacked, for each cut tensor in the client's own shapes."""
     groups, units = assignment.task.model.groups, client_units(assignment)
     cut_tensors = dict.fromkeys(
@@ -91,8 +91,8 @@ def nested_masks(assignment: Assignment, params: Params, levels: list[float]) ->
     )
     client_part = Slices(groups, units)
     level_parts = []
-    for level in levels:
-        level_units = {g.name: units[g.name][: num_units_kept(g.size, level)] for g in groups}
+    for width in level_widths:
+        level_units = {g.name: units[g.name][: num_units_kept(g.size, width)] for g in groups}
         level_parts.append(Slices(groups, level_units))
 
     def mask(level_part: Slices, name: str) -> Tensor:
