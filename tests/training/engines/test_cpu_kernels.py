@@ -13,6 +13,10 @@ from fedcover.training.engines.batched import batched
 from tests.helpers.engines import RECIPES, TORCH_WARNS, agree
 from tests.helpers.worlds import world
 
+pytestmark = pytest.mark.skipif(
+    torch.__version__ < cpu_kernels.MIN_TORCH, reason="the kernels are not used with this torch"
+)
+
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-12}
 SIZES = {"clients": st.integers(1, 3), "rows": st.integers(1, 17), "outputs": st.integers(1, 33)}
 INPUTS = st.one_of(
