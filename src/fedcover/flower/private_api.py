@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 
@@ -185,7 +185,7 @@ def build_object(object_id: str, contents: dict[str, bytes]) -> Any:
 
 # ── a node's connection ─────────────────────────────────────────────────────────────────────────
 
-NodeConnection = FleetHttpClient
+NodeConnection: TypeAlias = FleetHttpClient
 """A SuperNode's connection to its SuperLink."""
 MAX_SILENCE: float = HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL
 """Seconds without a heartbeat after which Flower takes a node for disconnected."""
