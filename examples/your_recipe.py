@@ -25,12 +25,12 @@ def smoothed(*, amount: float = 0.1) -> Recipe:
 
 
 def agreed(
-    old: Params, parts: Iterable[tuple[Reduction, Params, float]], *, clients: int = 2
+    old: Params, updates: Iterable[tuple[Reduction, Params, float]], *, clients: int = 2
 ) -> Params:
     """The coverage mean, but entries that fewer than `clients` clients trained keep their value."""
-    all_parts = list(parts)
-    masks = [reduction.mask(old) for reduction, _, _ in all_parts]
-    mean = coverage_mean(old, all_parts)
+    listed = list(updates)
+    masks = [reduction.mask(old) for reduction, _, _ in listed]
+    mean = coverage_mean(old, listed)
     enough = {name: torch.stack([mask[name] for mask in masks]).sum(0) >= clients for name in old}
     return {name: torch.where(enough[name], mean[name], tensor) for name, tensor in old.items()}
 

@@ -48,7 +48,7 @@ POSITIONAL_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     "model": ("shape", "classes", "norm"),
     "policy": ("view",),
     "recipe": (),
-    "rule": ("old", "parts"),
+    "rule": ("old", "updates"),
     "server": (),
     "average": (),
     "privacy": (),

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,6 +15,7 @@ import fedcover as fc
 from fedcover import cli
 from fedcover.cli import list_names
 from tests.helpers.command_line import changed, refused
+from tests.helpers.made_up import made_up_run
 
 
 @pytest.mark.parametrize("kind", list_names.TABLES)
@@ -201,3 +203,29 @@ def test_smoke_run_names_the_data_that_it_runs(fedcover):
     assert "digits-as-mnist-iid-pruning-1111223344" in out
     assert "claimed" not in out
     assert out.splitlines()[-1].startswith("a smoke run: 1 of 1 cell ran through with digits")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("list", "policies"),
+        ("list", "policies", "--json"),
+        ("history", "run"),
+        ("history", "--csv", "run"),
+    ],
+)
+def test_full_output_device_is_one_sentence(words, tmp_path):
+    made_up_run(tmp_path / "run")
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [sys.executable, "-m", "fedcover", *words],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert (process.returncode, process.stderr) == (
+        1,
+        "fedcover: cannot write the output: No space left on device\n",
+    )

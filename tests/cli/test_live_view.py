@@ -276,7 +276,7 @@ def test_folder_in_place_of_metrics_is_refused(folder, fedcover):
 
 
 def test_watch_refuses_a_folder_without_a_run(fedcover, tmp_path):
-    refused(fedcover("watch", tmp_path / "nosuch", "--once"), 1, "is no run folder")
+    refused(fedcover("watch", tmp_path / "nosuch", "--once"), 1, "is not a run folder")
     refused(
         fedcover("watch", tmp_path, "--every", "0"), 2, "every must be in 0.1..3600 seconds; got 0"
     )

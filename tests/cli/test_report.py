@@ -53,7 +53,7 @@ def test_history_is_a_table_or_a_file(fedcover, tmp_path):
     assert (tmp_path / "run.csv").read_text() == fedcover("history", "run", "--csv")[1]
     refused(fedcover("history", "run", "--csv", "--json"), 2, "choose one of --csv and --json")
     refused(fedcover("history", "run", "-o", "x"), 2, "output needs --csv or --json")
-    refused(fedcover("history", "nothing"), 1, "nothing is no run folder")
+    refused(fedcover("history", "nothing"), 1, "nothing is not a run folder")
 
 
 def test_history_names_what_is_damaged(fedcover, tmp_path):
@@ -150,7 +150,7 @@ def test_report_writes_one_page_and_says_where(fedcover, tmp_path):
     made_up_run(tmp_path / "other", policy="prefix")
     assert fedcover("report", "runs/a", "other", "-o", "two.html")[0] == 0
     assert '"label":"prefix"' in (tmp_path / "two.html").read_text()
-    refused(fedcover("report", "nowhere"), 1, "nowhere is no run folder")
+    refused(fedcover("report", "nowhere"), 1, "nowhere is not a run folder")
     refused(fedcover("report", "runs", "-o", "page.txt"), 2, "out must be an .html file")
 
 

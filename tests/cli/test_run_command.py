@@ -143,9 +143,11 @@ def test_run_errors_exit_with_code_1(fedcover, tmp_path):
         1,
         "metrics.jsonl/run: Not a directory",
     )
-    refused(fedcover("resume", "nowhere"), 1, "nowhere is no run folder: it has no experiment.toml")
-    refused(fedcover("resume", "n" * 300), 1, "is no run folder")
-    refused(fedcover("export", "nowhere"), 1, "nowhere is no run folder")
+    refused(
+        fedcover("resume", "nowhere"), 1, "nowhere is not a run folder: it has no experiment.toml"
+    )
+    refused(fedcover("resume", "n" * 300), 1, "is not a run folder")
+    refused(fedcover("export", "nowhere"), 1, "nowhere is not a run folder")
     fedcover("run", *changed(name="whole"))
     for file in list_checkpoints(tmp_path / "runs" / "whole" / "checkpoints"):
         file.path.write_bytes(b"")

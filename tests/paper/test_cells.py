@@ -24,10 +24,15 @@ def test_main_table_has_a_cell_for_every_entry():
 
 @pytest.mark.parametrize("kind", ["pruning", "subnet"])
 def test_appendix_tables_have_cells_for_every_row(kind):
-    of = [cell for cell in EVERY if f"mnist-{kind}" in cell.sets and cell.row != "public-code"]
-    assert len(of) == 2 * len(codename_rows(kind))
-    assert {cell.column for cell in of} == {"iid", "L2"}
-    assert {cell.id for cell in of if cell.design == "full"} == {"mnist-iid-full", "mnist-L2-full"}
+    matching = [
+        cell for cell in EVERY if f"mnist-{kind}" in cell.sets and cell.row != "public-code"
+    ]
+    assert len(matching) == 2 * len(codename_rows(kind))
+    assert {cell.column for cell in matching} == {"iid", "L2"}
+    assert {cell.id for cell in matching if cell.design == "full"} == {
+        "mnist-iid-full",
+        "mnist-L2-full",
+    }
 
 
 def test_cell_is_the_papers_experiment():

@@ -43,7 +43,7 @@ def test_impossible_figures_in_results_are_refused(tmp_path, figure, value):
     change_result(tmp_path, cell, 0, **{figure: value})
     with pytest.raises(
         RunError,
-        match=r"mnist\.jsonl, line 1 \(mnist-iid-full, seed 0\), is no result of a cell: .*",
+        match=r"mnist\.jsonl, line 1 \(mnist-iid-full, seed 0\), is not a result of a cell: .*",
     ):
         results.find_result(store.load(tmp_path), cell, 0)
 
@@ -55,7 +55,7 @@ def test_damaged_result_line_is_named(tmp_path, content):
     path = write_result(tmp_path, "mnist-iid-full", 0, 0.9)
     path.write_bytes(path.read_bytes() + content.encode("latin-1") + b"\n")
     sentence = (
-        r"mnist\.jsonl(, line 2, is no result of a cell: .*; remove it to run "
+        r"mnist\.jsonl(, line 2, is not a result of a cell: .*; remove it to run "
         r"the cell again| cannot be read: .*)"
     )
     with pytest.raises(RunError, match=sentence):

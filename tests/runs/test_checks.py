@@ -16,7 +16,6 @@ from fedcover.errors import InvalidValue
 from fedcover.models import Scaler
 from fedcover.runs.export import export
 from fedcover.runs.setup import Overrides, prepare
-from fedcover.server.aggregation import RULES, UNWEIGHTED_RULES
 from fedcover.submodels.reductions import Masks, Slices, windows
 
 SMALL = {"clients": 20, "active": 4, "rounds": 1, "epochs": 1}
@@ -215,7 +214,7 @@ UNITS = torch.arange(4)
             lambda view: Slices(view.groups, {"other": UNITS}),
             r"the groups \['other'\]; this model has",
         ),
-        (lambda view: Masks({"nowhere": UNITS.bool()}), "'nowhere', which is no tensor"),
+        (lambda view: Masks({"nowhere": UNITS.bool()}), "'nowhere', which is not a tensor"),
         (lambda view: Masks({"hidden1.weight": torch.ones(2, 2).bool()}), "booleans of shape"),
         (lambda view: Masks({"hidden1.weight": torch.ones(16, 64)}), "booleans of shape"),
     ],
@@ -385,7 +384,7 @@ def test_tracing_uses_enough_rows_for_batch_norm():
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean(share=0.2)"])
-def test_weights_that_the_rule_ignores_are_warned_of_once(rule, caplog):
+def test_weights_that_the_rule_ignores_are_warned_of_once(rule, caplog, no_warnings_yet):
     for _ in range(2):
         prepared(rule=rule, weights="samples")
     (warning,) = [line for line in caplog.messages if line.startswith("weights: ")]
@@ -395,19 +394,6 @@ def test_weights_that_the_rule_ignores_are_warned_of_once(rule, caplog):
 
 
 @pytest.mark.parametrize(("rule", "weights"), [("median", "uniform"), ("coverage_mean", "samples")])
-def test_weights_that_count_are_not_warned_of(rule, weights, caplog):
+def test_weights_that_count_are_not_warned_of(rule, weights, caplog, no_warnings_yet):
     prepared(rule=rule, weights=weights)
     assert not [line for line in caplog.messages if line.startswith("weights: ")]
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_a_rule_is_called_unweighted_exactly_if_it_is(name):
-    """The weights of two clients are swapped; only a rule that uses them notices."""
-    old = {"w": torch.zeros(1)}
-    parts = [
-        (Masks({}), {"w": torch.tensor([value])}, weight)
-        for value, weight in ((1.0, 3.0), (2.0, 1.0))
-    ]
-    swapped = [(part, values, 4.0 - weight) for part, values, weight in parts]
-    ignores = torch.equal(RULES[name](old, parts)["w"], RULES[name](old, swapped)["w"])
-    assert ignores == (name in UNWEIGHTED_RULES)

@@ -167,7 +167,7 @@ def test_load_part_does_not_wait_for_a_pipe(tmp_path):
     program = "import sys, fedcover; fedcover.load_part(sys.argv[1])"
     words = [sys.executable, "-c", program, str(tmp_path / "part.safetensors")]
     ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert "part.safetensors cannot be read: [Errno 22] it is no regular file" in ended.stderr
+    assert "part.safetensors cannot be read: [Errno 22] it is not a regular file" in ended.stderr
 
 
 @pytest.fixture

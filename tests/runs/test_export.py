@@ -76,7 +76,7 @@ def test_load_part_refuses_other_files(tmp_path, finished):
         with pytest.raises(RunError, match="cannot be read"):
             fc.load_part(path)
     for path in (plain, list_checkpoints(finished / "checkpoints")[0].path):
-        with pytest.raises(RunError, match="is no model exported by fedcover"):
+        with pytest.raises(RunError, match="is not a model exported by fedcover"):
             fc.load_part(path)
 
 

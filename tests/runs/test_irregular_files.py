@@ -99,7 +99,7 @@ def test_commands_refuse_irregular_metrics(words, kind, folder, secret, fedcover
     refused(
         fedcover(*words, folder),
         1,
-        "metrics.jsonl cannot be read: it is (a symbolic link|no regular file)",
+        "metrics.jsonl cannot be read: it is (a symbolic link|not a regular file)",
     )
 
 
@@ -118,7 +118,9 @@ def test_experiment_to_start_may_be_a_link(tmp_path, secret):
 def test_watch_does_not_wait_for_a_pipe(folder, secret, fedcover):
     pipe(folder / "events.jsonl", secret)
     refused(
-        fedcover("watch", folder, "--once"), 1, "events.jsonl cannot be read: it is no regular file"
+        fedcover("watch", folder, "--once"),
+        1,
+        "events.jsonl cannot be read: it is not a regular file",
     )
 
 

@@ -5,10 +5,7 @@ once, by their content.
 import csv
 import io
 import json
-import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -197,35 +194,6 @@ def test_csv_cells_hold_no_formulas(hostile, fedcover):
     assert [cell for cell in head if cell.lstrip("'")[:1] in "=+-@"] == ["'@SUM(1)"]
     assert {row[0] for row in metric_rows} == {"'=1+1?]0;owned??[2J?"}
     assert {row[head.index("?[2J")] for row in metric_rows} == {"-2.5"}  # a number remains one
-
-
-# ── nowhere to write ──────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("list", "policies"),
-        ("list", "policies", "--json"),
-        ("history", "run"),
-        ("history", "--csv", "run"),
-    ],
-)
-def test_full_output_device_is_one_sentence(words, tmp_path):
-    made_up_run(tmp_path / "run")
-    with open("/dev/full", "wb") as full:
-        process = subprocess.run(
-            [sys.executable, "-m", "fedcover", *words],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    assert (process.returncode, process.stderr) == (
-        1,
-        "fedcover: cannot write the output: No space left on device\n",
-    )
 
 
 # ── rounds ────────────────────────────────────────────────────────────────────────────────────────

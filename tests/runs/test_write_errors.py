@@ -95,7 +95,7 @@ def test_run_folders_that_cannot_be_made_are_refused(tmp_path, whole):
         fc.run(tiny(), tmp_path / "file" / "run")
     with pytest.raises(RunError, match=r"cannot create the run folder .*: File name too long"):
         fc.run(tiny(), tmp_path / ("a" * 300))
-    with pytest.raises(RunError, match=r"is no run folder"):
+    with pytest.raises(RunError, match=r"is not a run folder"):
         fc.resume(tmp_path / ("a" * 300))
     with pytest.raises(
         RunError,

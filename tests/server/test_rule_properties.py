@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcover.registry import options_of
-from fedcover.server.aggregation import OVER, RULES, SUMMABLE_RULES, coverage_mean, trimmed_mean
+from fedcover.server.aggregation import (
+    OVER,
+    RULES,
+    SUMMABLE_RULES,
+    UNWEIGHTED_RULES,
+    coverage_mean,
+    trimmed_mean,
+)
 from fedcover.server.cohort import cohort_of, view_of
 from fedcover.server.contracts import build_rule
 from fedcover.server.evaluation import evaluate
@@ -211,3 +218,16 @@ def test_evaluation_on_batch_statistics_depends_on_the_test_batch():
     part = evaluate(setup.task, state, Samples(test.x[:10], test.y[:10]), mode="batch-compat")
     rest = evaluate(setup.task, state, Samples(test.x[10:20], test.y[10:20]), mode="batch-compat")
     assert mixed.loss != pytest.approx((part.loss + rest.loss) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_is_called_unweighted_exactly_if_it_is(name):
+    """The weights of two clients are swapped; only a rule that uses them notices."""
+    old = {"w": torch.zeros(1)}
+    parts = [
+        (Masks({}), {"w": torch.tensor([value])}, weight)
+        for value, weight in ((1.0, 3.0), (2.0, 1.0))
+    ]
+    swapped = [(part, values, 4.0 - weight) for part, values, weight in parts]
+    ignores = torch.equal(RULES[name](old, parts)["w"], RULES[name](old, swapped)["w"])
+    assert ignores == (name in UNWEIGHTED_RULES)

@@ -209,7 +209,7 @@ def test_events_after_a_torn_line_begin_on_their_own(tmp_path):
 
 def test_resumed_run_cannot_be_changed(tmp_path):
     settings = experiment(policy="prefix", rounds=2, name="mine")
-    with pytest.raises(RunError, match="run is no run folder"):
+    with pytest.raises(RunError, match="run is not a run folder"):
         experiment_to_resume(tmp_path / "run", settings)
     fc.run(
         settings,

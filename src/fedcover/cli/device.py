@@ -1,15 +1,12 @@
-"""Commands for real devices: watch, capacity."""
+"""The command that measures a device: capacity."""
 
-import contextlib
 import sys
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from fedcover.analysis.device_capacity import Proposal, propose
 from fedcover.cli import console
-from fedcover.cli.live_view import read_run_view, render, watch_live
 from fedcover.cli.options import (
     Data,
     Device,
@@ -37,28 +34,6 @@ TRIAL_COLUMNS = {
     "round_seconds": "seconds per round",
 }
 """Fields of a trial and their headings."""
-
-
-@app.command
-def watch(
-    folder: Path,
-    *,
-    once: Annotated[
-        bool, Parameter(help="Print the state once and exit, as in a pipe.", negative="")
-    ] = False,
-    every: Annotated[float, Parameter(help="Seconds between updates.")] = 1.0,
-    json: Json = False,
-) -> None:
-    """Watch a run: rounds, accuracy, coverage, which clients answered, and rejected replies."""
-    if not 0.1 <= every <= 3600:
-        raise InvalidValue(f"every must be in 0.1..3600 seconds; got {every:g}")
-    if json:
-        return console.show_json(read_run_view(folder).summary())
-    if once or not sys.stdout.isatty():
-        return console.output().print(render(read_run_view(folder)))
-    with contextlib.suppress(KeyboardInterrupt):
-        watch_live(folder, every)
-    return None
 
 
 @app.command

@@ -1,4 +1,4 @@
-"""Commands that plan a fleet, and that explain the paper's code: plan, explain."""
+"""The command that plans a fleet: plan."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,8 +11,6 @@ from fedcover.analysis.plan_report import plan_report
 from fedcover.cli import conclusions, console
 from fedcover.cli.options import Data, Json, MaybeWhole, Whole, add_working_folder_to_path, app
 from fedcover.cli.trust import Trust, is_trusted
-from fedcover.errors import InvalidValue
-from fedcover.paper.explain import explain as explain_code
 from fedcover.runs.api import load
 from fedcover.runs.experiment import Experiment
 
@@ -122,43 +120,3 @@ def _show_chosen_plan(report: dict[str, Any], window: int, tolerate: int) -> Non
             f" device's model and makes {report['copies']} copies of it;"
             " the plan above is planned(copies=false)"
         )
-
-
-@app.command
-def explain(
-    codename: Annotated[
-        str, Parameter(help="A codename of the paper: digits 1 to 7, one per slot.")
-    ] = "1111444477",
-    *,
-    dataset: str = "digits",
-    rounds: Whole = 20,
-    clients: Whole = 100,
-    seeds: Whole = 3,
-    switch: Annotated[
-        tuple[str, ...], Parameter(help="Only this departure. Can be given several times.")
-    ] = (),
-    data: Data = None,
-    json: Json = False,
-) -> None:
-    """Measure how each departure of the paper's public code from its algorithm changes results."""
-    if seeds < 1:
-        raise InvalidValue(f"seeds must be at least 1; got {seeds}")
-    rows = explain_code(
-        codename,
-        seeds=range(seeds),
-        dataset=dataset,
-        rounds=rounds,
-        clients=clients,
-        only=switch,
-        data=data,
-        tell=console.notify,
-    )
-    if json:
-        return console.show_json(rows)
-    columns = ["setting", "accuracy", "spread", "first_round", "noise", "gamma_min"]
-    title = (
-        f"{codename} on {dataset}, {rounds} rounds, {seeds} seeds:"
-        " the public code's departures one by one"
-    )
-    console.table(title, columns, [[row[column] for column in columns] for row in rows])
-    return print(conclusions.of_departures(rows))

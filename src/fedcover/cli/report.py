@@ -1,5 +1,7 @@
-"""Commands that show results: report, history."""
+"""Commands that show results: report, history, watch."""
 
+import contextlib
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +11,8 @@ from fedcover.analysis import history
 from fedcover.analysis.report import report as write_report
 from fedcover.analysis.report.collect import collect_runs, damage_notes, group_runs, read_runs
 from fedcover.cli import console
-from fedcover.cli.options import app
+from fedcover.cli.live_view import read_run_view, render, watch_live
+from fedcover.cli.options import Json, app
 from fedcover.errors import InvalidValue
 from fedcover.host.disk import write_atomically
 from fedcover.log import log
@@ -105,3 +108,25 @@ def history_(
     if output is None:
         return print(text, end="")
     return write_atomically(output, text.encode())
+
+
+@app.command
+def watch(
+    folder: Path,
+    *,
+    once: Annotated[
+        bool, Parameter(help="Print the state once and exit, as in a pipe.", negative="")
+    ] = False,
+    every: Annotated[float, Parameter(help="Seconds between updates.")] = 1.0,
+    json: Json = False,
+) -> None:
+    """Watch a run: rounds, accuracy, coverage, which clients answered, and rejected replies."""
+    if not 0.1 <= every <= 3600:
+        raise InvalidValue(f"every must be in 0.1..3600 seconds; got {every:g}")
+    if json:
+        return console.show_json(read_run_view(folder).summary())
+    if once or not sys.stdout.isatty():
+        return console.output().print(render(read_run_view(folder)))
+    with contextlib.suppress(KeyboardInterrupt):
+        watch_live(folder, every)
+    return None

@@ -1,4 +1,4 @@
-"""The command that repeats the paper's experiments: reproduce."""
+"""Commands about the paper: reproduce its experiments, explain its public code."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +16,7 @@ from fedcover.cli.options import (
     ParallelRuns,
     Precision,
     Threads,
+    Whole,
     app,
 )
 from fedcover.errors import InvalidValue, unknown
@@ -23,6 +24,7 @@ from fedcover.paper import document, figures
 from fedcover.paper.cells import SETS, Cell
 from fedcover.paper.claims import claimed_accuracy
 from fedcover.paper.evidence import Evidence
+from fedcover.paper.explain import explain as explain_code
 from fedcover.paper.reproduce import DOCS, ReproductionRequest, orphan_warnings, parse_only
 from fedcover.paper.reproduce import reproduce as run_missing
 from fedcover.paper.results import find_results
@@ -147,3 +149,43 @@ def _cell_row(request: ReproductionRequest, cell: Cell, records: StoredResults) 
         "claimed": claimed,
         "last": sum(accuracies) / len(accuracies) if accuracies else None,
     }
+
+
+@app.command
+def explain(
+    codename: Annotated[
+        str, Parameter(help="A codename of the paper: digits 1 to 7, one per slot.")
+    ] = "1111444477",
+    *,
+    dataset: str = "digits",
+    rounds: Whole = 20,
+    clients: Whole = 100,
+    seeds: Whole = 3,
+    switch: Annotated[
+        tuple[str, ...], Parameter(help="Only this departure. Can be given several times.")
+    ] = (),
+    data: Data = None,
+    json: Json = False,
+) -> None:
+    """Measure how each departure of the paper's public code from its algorithm changes results."""
+    if seeds < 1:
+        raise InvalidValue(f"seeds must be at least 1; got {seeds}")
+    rows = explain_code(
+        codename,
+        seeds=range(seeds),
+        dataset=dataset,
+        rounds=rounds,
+        clients=clients,
+        only=switch,
+        data=data,
+        tell=console.notify,
+    )
+    if json:
+        return console.show_json(rows)
+    columns = ["setting", "accuracy", "spread", "first_round", "noise", "gamma_min"]
+    title = (
+        f"{codename} on {dataset}, {rounds} rounds, {seeds} seeds:"
+        " the public code's departures one by one"
+    )
+    console.table(title, columns, [[row[column] for column in columns] for row in rows])
+    return print(conclusions.of_departures(rows))

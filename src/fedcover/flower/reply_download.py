@@ -111,7 +111,7 @@ def _inflate(reply: PartialReply) -> Message:
     _check_tensor_bytes(reply)
     message = build_object(reply.id, reply.contents)
     if not isinstance(message, Message):
-        raise InvalidValue("the reply is no message")
+        raise InvalidValue("the reply is not a message")
     return message
 
 

@@ -334,8 +334,8 @@ class CoverageStrategy(Strategy):
         """Return the new parameters; without updates those that were sent."""
         if not updates:
             return self._sent
-        contributions = [(u.trained, u.params, self.weight(u.client)) for u in updates]
-        mean = self.rule(self._sent, contributions)
+        weighted_updates = [(u.trained, u.params, self.weight(u.client)) for u in updates]
+        mean = self.rule(self._sent, weighted_updates)
         params, self._server_state = apply_server_step(
             self.server, self._sent, mean, counts, self._server_state, "keep"
         )

@@ -30,7 +30,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> IO[bytes]:
     >>> open_regular(Path("/dev/null"))
     Traceback (most recent call last):
     ...
-    OSError: [Errno 22] it is no regular file: '/dev/null'
+    OSError: [Errno 22] it is not a regular file: '/dev/null'
     """
     try:
         handle = os.open(path, flags | _SAFE_FLAGS, 0o666)
@@ -120,7 +120,7 @@ def check_regular(path: Path) -> None:
     >>> check_regular(Path("/dev/null"))
     Traceback (most recent call last):
     ...
-    OSError: [Errno 22] it is no regular file: '/dev/null'
+    OSError: [Errno 22] it is not a regular file: '/dev/null'
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise _is_not_regular(path)
@@ -146,4 +146,4 @@ def _is_symlink(path: Path) -> OSError:
 
 
 def _is_not_regular(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "it is no regular file", str(path))
+    return OSError(errno.EINVAL, "it is not a regular file", str(path))

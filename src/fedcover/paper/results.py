@@ -128,7 +128,7 @@ def find_result(records: StoredResults, cell: Cell, seed: int) -> Mapping[str, A
         _check(record.result)
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{record} is no result of a cell: {error}; remove it to run the cell again"
+            f"{record} is not a result of a cell: {error}; remove it to run the cell again"
         ) from error
     # A field that a newer version has added does not matter while the cell uses its default.
     stored = {**_defaults(), **record.result["experiment"]}

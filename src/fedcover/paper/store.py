@@ -95,7 +95,7 @@ def _read_lines(path: Path) -> Iterator[StoredResult]:
             yield StoredResult(_checked_keys(json.loads(line)), path, number)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
-                f"{path}, line {number}, is no result of a cell: {error};"
+                f"{path}, line {number}, is not a result of a cell: {error};"
                 " remove it to run the cell again"
             ) from error
 

@@ -176,11 +176,11 @@ def _masks_violation(view: View, masks: Masks) -> str | None:
     """Describe why masks are not valid for this model; return None if they are."""
     for name, bits in masks.bits.items():
         if name not in view.params:
-            return f"a mask of {name!r}, which is no tensor of this model"
+            return f"a mask of {name!r}, which is not a tensor of this model"
         shape = tuple(view.params[name].shape)
         is_boolean = isinstance(bits, Tensor) and bits.dtype == torch.bool
         if not is_boolean or tuple(bits.shape) != shape:
-            return f"a mask of {name!r} that is no tensor of booleans of shape {shape}"
+            return f"a mask of {name!r} that is not a tensor of booleans of shape {shape}"
     return None
 
 

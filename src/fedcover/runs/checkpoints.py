@@ -136,7 +136,7 @@ def load_checkpoint(file: CheckpointFile, experiment: str, device: torch.device 
         return _state_from_tensors(on_device, file.round)
     except (KeyError, ValueError, RuntimeError) as error:
         raise RunError(
-            f"checkpoint {file.path} holds tensors that are no state of a run"
+            f"checkpoint {file.path} holds tensors that are not a state of a run"
         ) from error
 
 

@@ -195,7 +195,7 @@ def _read_file(path: str | Path) -> tuple[_Header, dict[str, Tensor]]:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "header"
         raise RunError(
-            f"{path} is no model exported by fedcover: its header's {field}: {first['msg']}"
+            f"{path} is not a model exported by fedcover: its header's {field}: {first['msg']}"
         ) from error
 
 
@@ -222,7 +222,7 @@ def _experiment_of(path: str | Path, header: _Header, *, model_given: bool) -> E
     try:
         return Experiment(**trusted, policy=policy)
     except InvalidValue as error:
-        raise RunError(f"{path} is no model exported by fedcover: {error}") from error
+        raise RunError(f"{path} is not a model exported by fedcover: {error}") from error
 
 
 def _build_whole(
@@ -237,7 +237,7 @@ def _build_whole(
     try:
         return _build_on_meta(experiment, shape, classes, dtype)
     except InvalidValue as error:
-        raise RunError(f"{path} is no model exported by fedcover: {error}") from error
+        raise RunError(f"{path} is not a model exported by fedcover: {error}") from error
 
 
 def _build_on_meta(

@@ -72,7 +72,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise RunError(f"{path} cannot be read: {disk.reason(error)}") from error
     for key, kind in _MUST_MATCH.items():
         if not isinstance(fields, dict) or not isinstance(fields.get(key), kind):
-            raise RunError(f"{path} is no manifest of a run: it does not say its {key}")
+            raise RunError(f"{path} is not a manifest of a run: it does not say its {key}")
     return fields
 
 

@@ -96,7 +96,7 @@ class Folder:
         """Return the folder itself, or raise if it holds no run."""
         # unlike Path.is_file, os.path.isfile is False for a path of any kind
         if not os.path.isfile(self.path / "experiment.toml"):
-            raise RunError(f"{self.path} is no run folder: it has no experiment.toml")
+            raise RunError(f"{self.path} is not a run folder: it has no experiment.toml")
         return self
 
     @contextlib.contextmanager

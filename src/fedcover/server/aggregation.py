@@ -1,8 +1,8 @@
 """Aggregation rules: how the server combines the clients' updates into one model.
 
-A rule is a function `rule(old, parts, *, options) -> new`. `old` are the global parameters. `parts`
-has one `WeightedUpdate` per client: the part of the model that it trained, its values in the shapes
-of that part, and its weight. A rule knows no architecture: it sees tensors by name.
+A rule is a function `rule(old, updates, *, options) -> new`. `old` are the global parameters.
+`updates` has one `WeightedUpdate` per client: the part of the model that it trained, its values in
+the shapes of that part, and its weight. A rule knows no architecture: it sees tensors by name.
 
 To add a rule, write such a function and add it to `RULES`. List it in `UNWEIGHTED_RULES` if it
 ignores weights; add it to `RULES_AND_TWINS` in tests/server/test_aggregation.py. A rule that needs
@@ -60,16 +60,16 @@ class SummableRule:
     sum_updates: Callable[[Params, Iterable[WeightedUpdate]], WeightedSums]
     finish: Callable[[Params, WeightedSums], Params]
 
-    def __call__(self, old: Params, parts: Iterable[WeightedUpdate]) -> Params:
+    def __call__(self, old: Params, updates: Iterable[WeightedUpdate]) -> Params:
         """Apply the rule to the updates of all clients."""
-        return self.finish(old, self.sum_updates(old, parts))
+        return self.finish(old, self.sum_updates(old, updates))
 
 
 # ── the coverage mean ───────────────────────────────────────────────────────────────────────────
 
 
 def coverage_mean(
-    old: Params, parts: Iterable[WeightedUpdate], *, over: str = "coverage"
+    old: Params, updates: Iterable[WeightedUpdate], *, over: str = "coverage"
 ) -> Params:
     """Average each entry over the clients that trained it; untrained entries keep their value.
 
@@ -77,7 +77,7 @@ def coverage_mean(
 
     Args:
         old: the global parameters.
-        parts: the clients' updates.
+        updates: the clients' updates.
         over: the denominator. `coverage`: the weight of the clients that trained the entry.
             `clients`: all clients' weight, so that rarely trained entries move less (zero-padding).
             `moved`: only clients that changed the entry count for it (as in the code of FIARSE).
@@ -88,7 +88,7 @@ def coverage_mean(
     Raises:
         InvalidValue: `over` is none of these.
     """
-    return mean_from_sums(old, weighted_sums(old, parts, over), over)
+    return mean_from_sums(old, weighted_sums(old, updates, over), over)
 
 
 def summable_coverage_mean(*, over: str = "coverage") -> SummableRule:
@@ -97,7 +97,7 @@ def summable_coverage_mean(*, over: str = "coverage") -> SummableRule:
 
 
 def weighted_sums(
-    old: Params, parts: Iterable[WeightedUpdate], over: str = "coverage"
+    old: Params, updates: Iterable[WeightedUpdate], over: str = "coverage"
 ) -> WeightedSums:
     """Sum the clients' values and weights: the first half of `coverage_mean`."""
     if over not in OVER:
@@ -107,7 +107,7 @@ def weighted_sums(
     )
     total_weight = 0.0
     weight_by_reduction: dict[int, tuple[Reduction, float]] = {}
-    for reduction, values, weight in parts:
+    for reduction, values, weight in updates:
         total_weight += weight
         if over == "moved":
             _add_moved_entries(sums, old, reduction, values, weight)
@@ -150,7 +150,7 @@ def mean_from_sums(old: Params, sums: WeightedSums, over: str = "coverage") -> P
 # ── robust rules ────────────────────────────────────────────────────────────────────────────────
 
 
-def trimmed_mean(old: Params, parts: Iterable[WeightedUpdate], *, share: float = 0.1) -> Params:
+def trimmed_mean(old: Params, updates: Iterable[WeightedUpdate], *, share: float = 0.1) -> Params:
     """Average each entry without the largest and smallest `share` of its values; unweighted.
 
     One or two values of an entry always remain.
@@ -168,10 +168,10 @@ def trimmed_mean(old: Params, parts: Iterable[WeightedUpdate], *, share: float =
         inside_CS = (rank_C1 >= cut_S) & (rank_C1 < count_S - cut_S)
         return torch.where(inside_CS, sorted_CS, 0).sum(0) / inside_CS.sum(0)
 
-    return reduce_stacked(mean_of_middle, old, list(parts))
+    return reduce_stacked(mean_of_middle, old, list(updates))
 
 
-def median(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
+def median(old: Params, updates: Iterable[WeightedUpdate]) -> Params:
     """Take each entry's median over the clients that trained it; unweighted."""
 
     def middle_value(values_CS: Tensor, trained_CS: Tensor) -> Tensor:
@@ -184,7 +184,7 @@ def median(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
         high_value_S = sorted_CS.gather(0, high_S[None])[0]
         return (low_value_S + high_value_S) / 2
 
-    return reduce_stacked(middle_value, old, list(parts))
+    return reduce_stacked(middle_value, old, list(updates))
 
 
 def _sort_trained(values_CS: Tensor, trained_CS: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def _sort_trained(values_CS: Tensor, trained_CS: Tensor) -> Tensor:
 
 
 def reduce_stacked(
-    reduce_one: Callable[[Tensor, Tensor], Tensor], old: Params, parts: Sequence[WeightedUpdate]
+    reduce_one: Callable[[Tensor, Tensor], Tensor], old: Params, updates: Sequence[WeightedUpdate]
 ) -> Params:
     """Combine the updates one parameter at a time.
 
@@ -201,17 +201,17 @@ def reduce_stacked(
         reduce_one: gets all clients' values of a parameter, stacked in full shape, and a mask of
             the entries that each client trained; returns the new values.
         old: the global parameters.
-        parts: the clients' updates.
+        updates: the clients' updates.
 
     Returns:
         The new global parameters; entries that nobody trained keep their value.
     """
-    if not parts:
+    if not updates:
         return dict(old)
     new: Params = {}
     for name, tensor in old.items():
         values, masks = [], []
-        for reduction, params, _ in parts:
+        for reduction, params, _ in updates:
             full = zeros({name: tensor}, torch.float64)
             reduction.add_into(full, {name: params[name]} if name in params else {}, 1.0)
             values.append(full[name])

@@ -56,9 +56,9 @@ def _checked_rule(name: str, rule: Rule) -> Rule:
     subject = f"rule {name!r}"
 
     @wraps(rule.func if isinstance(rule, partial) else rule)
-    def checked(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
+    def checked(old: Params, updates: Iterable[WeightedUpdate]) -> Params:
         copies = clone(old)
-        new = rule(copies, parts)
+        new = rule(copies, updates)
         check_tensors(subject, new, old)
         check_finite(subject, new)
         return new

@@ -247,13 +247,13 @@ def _combine_updates(setup: Setup, old: Params, updates: Sequence[Update]) -> Pa
     if setup.privacy is not None and limit is not None:
         return _combine_privately(setup, old, updates, limit, setup.privacy.noise)
     weight = WEIGHTS[setup.experiment.weights]
-    parts = []
+    weighted_updates = []
     for update in updates:
         values = update.params
         if limit is not None:
             values = clip_update(old, update.trained, values, limit)
-        parts.append((update.trained, values, weight(update.client)))
-    return setup.rule(old, parts)
+        weighted_updates.append((update.trained, values, weight(update.client)))
+    return setup.rule(old, weighted_updates)
 
 
 def _combine_privately(

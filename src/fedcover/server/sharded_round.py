@@ -193,9 +193,9 @@ def shard_rule(rule: Rule, process_group: ProcessGroup) -> Rule:
 def _sum_over_processes(rule: SummableRule, process_group: ProcessGroup) -> Rule:
     """Sum the updates of each process by itself, then add up the sums."""
 
-    def summed(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
-        local_parts = [part for part in parts if not is_remote(part[1])]
-        sums = rule.sum_updates(old, local_parts)
+    def summed(old: Params, updates: Iterable[WeightedUpdate]) -> Params:
+        local_updates = [update for update in updates if not is_remote(update[1])]
+        sums = rule.sum_updates(old, local_updates)
         process_group.total(sums.tensors())
         return rule.finish(old, sums)
 
@@ -205,10 +205,12 @@ def _sum_over_processes(rule: SummableRule, process_group: ProcessGroup) -> Rule
 def _gather_values(rule: Rule, process_group: ProcessGroup) -> Rule:
     """Collect the values of all updates in every process."""
 
-    def gathered(old: Params, parts: Iterable[WeightedUpdate]) -> Params:
-        all_parts = list(parts)
+    def gathered(old: Params, updates: Iterable[WeightedUpdate]) -> Params:
+        all_updates = list(updates)
         local_values = {
-            index: values for index, (_, values, _) in enumerate(all_parts) if not is_remote(values)
+            index: values
+            for index, (_, values, _) in enumerate(all_updates)
+            if not is_remote(values)
         }
         answers = process_group.all_gather(
             lambda: {index: to_device(values, "cpu") for index, values in local_values.items()}
@@ -217,7 +219,7 @@ def _gather_values(rule: Rule, process_group: ProcessGroup) -> Rule:
         device = device_of(old)
         complete = [
             (reduction, to_device(values_by_index[index], device), weight)
-            for index, (reduction, _, weight) in enumerate(all_parts)
+            for index, (reduction, _, weight) in enumerate(all_updates)
         ]
         return rule(old, complete)
 

@@ -218,5 +218,5 @@ class Engine:
 class Rule(Protocol):
     """Combine the clients' tensors into new global ones, independently of the architecture."""
 
-    def __call__(self, old: Params, parts: Iterable[tuple[Reduction, Params, float]]) -> Params:
-        """Return the new tensors; each part comes with its weight."""
+    def __call__(self, old: Params, updates: Iterable[tuple[Reduction, Params, float]]) -> Params:
+        """Return the new tensors; an update is a part of the model, its values and a weight."""

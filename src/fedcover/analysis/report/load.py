@@ -109,7 +109,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
         runs = [path] if is_run else _runs_below(path)
         if not runs:
             raise RunError(
-                f"{path} is no run folder, and there is none below it: no experiment.toml"
+                f"{path} is not a run folder, and there is none below it: no experiment.toml"
             )
         folders.update(dict.fromkeys(runs))
     if not folders:

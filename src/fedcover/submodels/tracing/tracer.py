@@ -169,7 +169,10 @@ class FunctionTracer(TorchFunctionMode):
                 self.record.averaged_fields.append(self.record.labels.of(source))
         out = func(*to_plain_ints(args), **to_plain_ints(arguments))
         with atoms.untracked(), _raise_untraceable(name, self.module_stack):
-            return self._apply_constraints(name, *normalize_arguments(name, args, arguments), out)
+            normalized = normalize_arguments(name, args, arguments)
+            tracked_out = self._apply_constraints(name, *normalized, out)
+            self._record_op(name, out)
+            return tracked_out
 
     def _apply_constraints(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -189,10 +192,14 @@ class FunctionTracer(TorchFunctionMode):
         channels = vars(layer).get("num_features")
         if name == "instance_norm" and isinstance(channels, TrackedInt):
             constrain_shape(labels, out, [None, channels, *[None] * (out.ndim - 2)])
-        if isinstance(out, Tensor):
-            location = str(self.module_stack)
-            self.record.traced_ops.append(TracedOp(name, location, out.shape, labels.of(out)))
         return out
+
+    def _record_op(self, name: str, out: Any) -> None:
+        """Record a call whose result is a tensor."""
+        if isinstance(out, Tensor):
+            fields = self.record.labels.of(out)
+            operation = TracedOp(name, str(self.module_stack), out.shape, fields)
+            self.record.traced_ops.append(operation)
 
 
 def _axis_length(labels: UnitLabels, tensor: Tensor, axis: int) -> TrackedInt:

@@ -115,7 +115,7 @@ def norms(run: ReplayedRun) -> str | None:
     """A loss is a mean over samples."""
     if not has_batch_norm(run.setup.task.model.module):
         return None
-    return "batch norm: the loss of a batch is no mean over its samples"
+    return "batch norm: the loss of a batch is not a mean over its samples"
 
 
 def no_dropout(run: ReplayedRun) -> str | None:
