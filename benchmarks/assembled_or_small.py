@@ -29,6 +29,7 @@ from fedcover.paper.statistics import SIGNIFICANCE_LEVEL
 from fedcover.runs import checkpoints
 from fedcover.runs.experiment import Experiment
 from fedcover.runs.machine import Machine
+from fedcover.runs.new_run import create_run
 from fedcover.runs.run_folder import Folder
 from fedcover.runs.setup import Overrides, prepare
 from fedcover.types import State, UnitGroup
@@ -125,7 +126,7 @@ def start_from_prefix(name: str, seed: int, folder: Path, machine: Machine) -> N
     groups = prepare(
         experiment, Machine(device="cpu", engine="sequential").resolved()
     ).task.model.groups
-    with own.created(experiment, replace(machine, processes=1), Overrides(), None):
+    with create_run(own, experiment, replace(machine, processes=1), Overrides(), None):
         for line in prefix.metrics(candidate.start):
             own.append(line)
         own.checkpoint(candidate.change(groups, state))
