@@ -198,6 +198,7 @@ def test_a_run_without_an_average_says_so():
 @pytest.mark.parametrize(
     ("average", "message"),
     [
+        ("window(start=9)", r"must begin within the 4 rounds of the run; got 'window\(start=9\)'"),
         ("window(rounds=0)", "rounds must be at least 1; got 0"),
         ("window(start=0)", "start is a round, counted from 1; got 0"),
         ("ema(decay=1.0)", "decay must be between 0 and 1; got 1"),
@@ -215,6 +216,11 @@ def halving():
     return lambda round, rounds: 0.5
 
 
+def of_one_number():
+    """A schedule that does not take the number of rounds."""
+    return lambda round: 1.0
+
+
 def nonsense():
     """A schedule that returns no rate."""
     return lambda round, rounds: round
@@ -228,6 +234,8 @@ def test_an_average_of_ones_own_is_named_by_its_path():
         1e-6,
     )
     with pytest.raises(
-        InvalidValue, match=r"must return a number in \(0, 1\], or None; got .* for round 2"
+        InvalidValue, match=r"must return a number in \(0, 1\], or None; got 4 for round 4"
     ):
         fc.run(tiny(average=f"{__name__}:nonsense"), machine=ON_CPU)
+    with pytest.raises(InvalidValue, match="must make a function of a round and the number of"):
+        fc.run(tiny(average=f"{__name__}:of_one_number"), machine=ON_CPU)

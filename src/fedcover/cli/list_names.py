@@ -17,6 +17,7 @@ from fedcover.policies import POLICIES
 from fedcover.registry import options_of
 from fedcover.runs.presets import PRESETS
 from fedcover.server.aggregation import RULES
+from fedcover.server.averaging import AVERAGES
 from fedcover.server.optimizers import SERVERS
 from fedcover.server.privacy import PRIVACY
 from fedcover.training.engines import ENGINES
@@ -32,6 +33,7 @@ TABLES: dict[str, Mapping[str, Callable[..., Any]]] = {
     "recipes": dict(RECIPES),
     "rules": dict(RULES),
     "servers": dict(SERVERS),
+    "averages": dict(AVERAGES),
     "schedules": dict(SCHEDULES),
     "privacy": dict(PRIVACY),
 }

@@ -201,7 +201,10 @@ def _event_table(what: str, columns: list[str], events: list[Line]) -> list[Tabl
     for event in events[-FAILURES_SHOWN:]:
         cells = [_safe_text(event.get(column)) for column in columns]
         rows.append([event["round"] + 1, *cells])
-    return [as_table(f"the last of {len(events)} {what}", ["round", *columns], rows)]
+    title = what
+    if len(rows) < len(events):
+        title += f": the last {len(rows)} of {len(events)}"
+    return [as_table(title, ["round", *columns], rows)]
 
 
 def _heading(view: RunView) -> Iterator[str]:

@@ -91,7 +91,9 @@ def _show_by_setting(
     accuracies: dict[str, list[float | None]] = {}
     for run, row in zip(finished, table, strict=True):
         setting = run.experiment.name.removesuffix(f"-seed-{run.experiment.seed}")
-        accuracy = None if run.diverged else row.get(metric)
+        if metric not in row:  # a setting without an averaged model
+            continue
+        accuracy = None if run.diverged else row[metric]
         accuracies.setdefault(setting, []).append(accuracy)
     if seeds > 1:
         columns = ["setting", "mean accuracy", "standard deviation", "seeds"]

@@ -10,6 +10,7 @@ from fedcover.errors import RunError
 from fedcover.flower.crash_report import KILLED
 from fedcover.flower.status import (
     ServerState,
+    StatusFile,
     last_announcement,
     read_announcement,
     read_status,
@@ -63,6 +64,8 @@ def follow_run(
         # may go back: a resumed run cuts off the rounds that it repeats
         last_round = _last_round(lines)
         if was_killed(launch.folder, launch.name):
+            status_file = StatusFile(launch.folder, launch.name, last_round + 1)
+            status_file.write(ServerState.FAILED, KILLED)
             raise RunError(KILLED)
         if not has_ended:
             time.sleep(POLL)

@@ -148,7 +148,11 @@ def build_setup(
         engine=_build_engine(machine, overrides),
         rule=build_rule(experiment.rule),
         server=checked_server(experiment.server, build("server", experiment.server, SERVERS)),
-        average=checked_average(experiment.average, build("average", experiment.average, AVERAGES)),
+        average=checked_average(
+            experiment.average,
+            build("average", experiment.average, AVERAGES),
+            experiment.rounds,
+        ),
         privacy=privacy,
         lr=_learning_rate(experiment),
     )

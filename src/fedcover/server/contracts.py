@@ -131,10 +131,13 @@ class _CheckedStep:
 # ── averages ────────────────────────────────────────────────────────────────────────────────────
 
 
-def checked_average(name: str, schedule: RateSchedule) -> RateSchedule:
+def checked_average(name: str, schedule: RateSchedule, rounds: int) -> RateSchedule:
     """Return the schedule of an averaged model, checked if it is user-defined.
 
-    It must return a number in (0, 1], or None.
+    It must return a number in (0, 1], or None before the average begins.
+
+    Raises:
+        InvalidValue: If there is no average after the last round.
     """
     subject = f"average {name!r}"
     if not callable(schedule):
@@ -143,21 +146,36 @@ def checked_average(name: str, schedule: RateSchedule) -> RateSchedule:
             f"got {describe_value(schedule)}"
         )
     if not is_import_path(name):
+        check_average_begins(name, schedule, rounds)
         return schedule
 
     def checked(round: int, rounds: int) -> float | None:
-        rate = schedule(round, rounds)
+        try:
+            rate = schedule(round, rounds)
+        except TypeError as error:
+            raise InvalidValue(
+                f"{subject} must make a function of a round and the number of rounds; {error}"
+            ) from error
         if rate is None:
             return None
         is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
         if not is_number or not 0 < rate <= 1:
             raise InvalidValue(
-                f"{subject} must return a number in (0, 1], or None; got {describe_value(rate)} "
+                f"{subject} must return a number in (0, 1], or None; got {rate!r:.80} "
                 f"for round {round}"
             )
         return float(rate)
 
+    check_average_begins(name, checked, rounds)
     return checked
+
+
+def check_average_begins(name: str, schedule: RateSchedule, rounds: int) -> None:
+    """Check that there is an average after the last round, if one is wanted."""
+    if name != "none" and schedule(rounds, rounds) is None:
+        raise InvalidValue(
+            f"average must begin within the {rounds} rounds of the run; got {name!r}"
+        )
 
 
 # ── recipes ─────────────────────────────────────────────────────────────────────────────────────
