@@ -100,12 +100,15 @@ def put(prefix, tensor):
 
 
 CHANGES = {
-    "no parameters": (without_parameters, "no state of a run"),
-    "counts of another size": (put("ever", torch.zeros(5, dtype=torch.bool)), "no state of a run"),
-    "one count": (put("ever", torch.tensor(True)), "no state of a run"),
+    "no parameters": (without_parameters, "not a state of a run"),
+    "counts of another size": (
+        put("ever", torch.zeros(5, dtype=torch.bool)),
+        "not a state of a run",
+    ),
+    "one count": (put("ever", torch.tensor(True)), "not a state of a run"),
     "no client": (
         lambda values, about: values.update({"private/x/w": torch.zeros(1)}),
-        "no state of a run",
+        "not a state of a run",
     ),
     "parameters of bits": (converted("params/", torch.bool), "not torch.float32"),
     "complex counts": (converted("ever", torch.complex64), "counts are not"),
